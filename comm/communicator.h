@@ -1,0 +1,107 @@
+// Collectives among the ranks of one Membership. One interface, several backends (`local`: threads of
+// one process; `host`: processes of one machine over shared memory; `nccl` in the GPU build), one
+// conformance suite.
+//
+// Rules: every rank issues the same calls in the same order; one caller thread at a time. A collective
+// starts after what is queued on `stream` and may make progress only inside calls of this interface
+// (poll, wait, or a later collective), so a caller that computes meanwhile polls its Work now and then.
+// Every wait takes a Deadline. The first error is sticky: later calls return it at once, until the
+// communicator is replaced in the next generation. abort() may come from any thread at any time and makes
+// every call on this rank return kAborted soon (between two polls of a bounded spin, at most a few ms).
+//
+// Sums are fp32, in an order that is a function of (algorithm, world size, count) alone: repeatable.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "comm/membership.h"
+#include "runtime/backend.h"
+#include "runtime/base/config_table.h"
+#include "runtime/base/deadline.h"
+#include "runtime/base/status.h"
+#include "runtime/base/stop_token.h"
+
+namespace kintsugi::comm {
+
+using kernels::DType;
+using runtime::Stream;
+
+enum class Algorithm { kAuto, kDirect, kRing, kTree };
+Result<Algorithm> parse_algorithm(std::string_view name);
+std::string_view name_of(Algorithm a);
+
+struct CommConfig {
+  std::string algorithm = "auto";   // "auto" (the tuning table, else built-in rules), "direct", "ring", "tree"
+  int64_t chunk_bytes = 0;          // 0: the table's or the algorithm's own
+  std::string tuning_file;          // what `comm_bench --tune` wrote
+  bool overlap = true;              // reduce buckets while backward runs
+  int64_t bucket_bytes = 4 << 20;   // upper size of a gradient bucket
+  int64_t first_bucket_bytes = 1 << 20;
+  int64_t timeout_ms = 60'000;      // a collective that takes longer is a hang
+  Status validate() const;
+};
+void describe(ConfigTable& table, CommConfig& config);
+
+// A handle on one collective in flight. Dropping it does not cancel: the communicator completes it in order.
+class Work {
+ public:
+  virtual ~Work() = default;
+  // Makes progress without waiting; true once complete. Its error once it failed.
+  virtual Result<bool> poll() = 0;
+  // Blocks the host until the result may be used on the stream it was issued on.
+  virtual Status wait(Deadline deadline) = 0;
+};
+using WorkPtr = std::unique_ptr<Work>;
+
+// Memory that peers may read where it lies. The same sequence of allocations on each rank gives the same
+// offsets on each, whatever the process: that is how a rank finds a peer's copy of "its" buffer.
+class SymmetricHeap {
+ public:
+  virtual ~SymmetricHeap() = default;
+  // 64-byte aligned, zeroed on first use. kResourceExhausted with both numbers when the plan was too small.
+  virtual Result<void*> allocate(int64_t size_bytes, std::string_view what) = 0;
+  virtual bool contains(const void* p, int64_t size_bytes) const = 0;
+  virtual int64_t capacity_bytes() const = 0;
+  virtual int64_t used_bytes() const = 0;
+};
+
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+  virtual const Membership& membership() const = 0;
+  int rank() const { return membership().rank; }
+  int world_size() const { return membership().world_size; }
+
+  // x[i] = sum over ranks of x[i], in place. Fastest when x lies in the symmetric heap at the same offset on all
+  // ranks; other memory is staged.
+  virtual Result<WorkPtr> all_reduce(float* x, int64_t count, Stream& stream) = 0;
+
+  // Fixed-order sum, for results that do not depend on the world size. The global tree has `num_leaves` leaves
+  // (virtual shards); this rank brings `parts`, its maximal subtrees of the leaf range [first_leaf, last_leaf) in
+  // ascending order (comm/reduction_tree.h computes them). All parts of all ranks have `count` elements and lie in
+  // symmetric heaps; leaf_ranges(r) of every rank is known to all: rank r owns leaves [r V / N, (r+1) V / N).
+  // out (may be parts[0]) = the tree's root, the same bits on every rank and for every world size.
+  virtual Result<WorkPtr> all_reduce_fixed(float* out, std::span<float* const> parts, int64_t num_leaves, int64_t count,
+                                           Stream& stream) = 0;
+
+  // out[i] = sum over ranks of in[rank * count + i]; in has world_size * count elements. out may be in + rank * count.
+  virtual Result<WorkPtr> reduce_scatter(float* out, const float* in, int64_t count, Stream& stream) = 0;
+  // out (world_size * size_bytes) = the ranks' inputs in rank order. in may be out + rank * size_bytes.
+  virtual Result<WorkPtr> all_gather(void* out, const void* in, int64_t size_bytes, Stream& stream) = 0;
+  virtual Result<WorkPtr> broadcast(void* x, int64_t size_bytes, int root, Stream& stream) = 0;
+  // Every rank calls it; ranks with receive = true get `source`'s x, the others keep theirs. State transfer after a
+  // recovery: the source's bytes are read where they lie.
+  virtual Result<WorkPtr> fetch(void* x, int64_t size_bytes, int source, bool receive, Stream& stream) = 0;
+  virtual Status barrier(Deadline deadline) = 0;
+
+  // From any thread, any number of times.
+  virtual void abort(Status why) = 0;
+  // The first error, or ok; never clears.
+  virtual Status status() const = 0;
+};
+
+}  // namespace kintsugi::comm

@@ -1,0 +1,21 @@
+// Ranks as threads of one process: for tests, and for a job of one rank. Peers' heaps are plain memory.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace kintsugi::comm {
+
+class LocalWorld {
+ public:
+  virtual ~LocalWorld() = default;
+  // One world per generation; heaps are made once per rank and reused across worlds.
+  static std::shared_ptr<LocalWorld> create(int world_size, int64_t generation, std::vector<SymmetricHeap*> heaps);
+  static std::unique_ptr<SymmetricHeap> create_heap(int64_t capacity_bytes);
+  // Call once per rank. The communicator keeps the world alive.
+  virtual Result<std::unique_ptr<Communicator>> join(int rank, const CommConfig& config, StopToken stop) = 0;
+};
+
+}  // namespace kintsugi::comm

@@ -1,0 +1,36 @@
+// Causal self-attention over whole sequences, grouped queries (GQA). No T x T matrix is written:
+// keys are taken in fixed blocks from position 0 on with a running maximum and sum, so a query
+// row's bits depend on its own position and the keys up to it only, not on T or B.
+// Method: Dao et al., FlashAttention (arXiv:2205.14135) and FlashAttention-2 (arXiv:2307.08691).
+//   B batch   T tokens   H query heads   K key/value heads (H % K == 0)   D head size
+// Token n = b T + t of q starts at q + n * q_stride elements, its head h at + h D; likewise k, v, o
+// and the gradients with their own strides, so q, k and v may lie packed in one buffer.
+#pragma once
+
+#include "kernels/types.h"
+
+namespace kintsugi::kernels {
+
+struct AttentionShape {
+  int64_t B, T, H, K, D;
+  int64_t q_stride, k_stride, v_stride, o_stride;  // elements between consecutive tokens
+  float scale;                                     // softmax(scale * q k^T), usually 1/sqrt(D)
+};
+
+struct AttentionKernels {
+  // o[b,t,h,:] = sum_{s<=t} softmax_s(scale q.k_s) v_s.   lse (B, H, T) fp32: log of the softmax's
+  // denominator, kept for the backward pass; may be null. 2 B H T^2 D operations (causal half counted).
+  KernelError (*forward)(void* o, float* lse, const void* q, const void* k, const void* v, const AttentionShape& shape,
+                         DType dtype, StreamHandle stream);
+  // Gradients of q, k, v (overwritten; strides those of q, k, v) from d_o (stride o_stride).
+  // workspace: at least backward_workspace_bytes(shape, dtype).
+  KernelError (*backward)(void* dq, void* dk, void* dv, const void* d_o, const void* o, const float* lse, const void* q,
+                          const void* k, const void* v, const AttentionShape& shape, void* workspace, DType dtype,
+                          StreamHandle stream);
+  int64_t (*backward_workspace_bytes)(const AttentionShape& shape, DType dtype);
+};
+
+namespace reference { const AttentionKernels& attention(); }
+namespace cpu { const AttentionKernels& attention(); }
+
+}  // namespace kintsugi::kernels

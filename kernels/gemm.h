@@ -1,0 +1,32 @@
+// Linear layers: the three matrix products of y = x W^T + b.
+//   N rows (tokens)   I input width   O output width
+//   x (N, I) T   w (O, I) T   y, dy (N, O) T   dx (N, I) T   dw (O, I) fp32   bias, dbias (O) fp32
+// T is the call's DType. Operations: 2 N I O each. A row of y or dx has the same bits whatever N is
+// and whatever the number of threads (prefill and training forward, 1 and 8 ranks rely on it).
+#pragma once
+
+#include "kernels/types.h"
+
+namespace kintsugi::kernels {
+
+struct GemmKernels {
+  // y[n,o] = sum_i x[n,i] w[o,i] (+ bias[o] unless null).
+  KernelError (*linear_forward)(void* y, const void* x, const void* w, const float* bias, int64_t N, int64_t I,
+                                int64_t O, DType dtype, StreamHandle stream);
+  // dx[n,i] = sum_o dy[n,o] w[o,i]; added to dx when `accumulate`.
+  KernelError (*linear_backward_input)(void* dx, const void* dy, const void* w, int64_t N, int64_t I, int64_t O,
+                                       bool accumulate, DType dtype, StreamHandle stream);
+  // dw[o,i] = sum_n dy[n,o] x[n,i], in fp32; added to dw when `accumulate`.
+  KernelError (*linear_backward_weight)(float* dw, const void* dy, const void* x, int64_t N, int64_t I, int64_t O,
+                                        bool accumulate, DType dtype, StreamHandle stream);
+  // dbias[o] = sum_n dy[n,o]; added to dbias when `accumulate`.
+  KernelError (*linear_backward_bias)(float* dbias, const void* dy, int64_t N, int64_t O, bool accumulate, DType dtype,
+                                      StreamHandle stream);
+  // "oneDNN 2.6.3 brg:avx512_core_bf16", "built-in blocked": for the start-up banner and reports.
+  const char* (*library)();
+};
+
+namespace reference { const GemmKernels& gemm(); }
+namespace cpu { const GemmKernels& gemm(); }
+
+}  // namespace kintsugi::kernels

@@ -1,0 +1,52 @@
+// A worker's side of the connection to its agent: a shared page (progress counters, stop word, verdict) and a
+// socketpair for messages. The trainer sees only this interface, so it is tested without processes.
+// Thread safety: stop tokens and request flags from any thread; the rest from the training thread.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "launch/verdict.h"
+#include "runtime/base/deadline.h"
+#include "runtime/base/status.h"
+#include "runtime/base/stop_token.h"
+
+namespace kintsugi::launch {
+
+class WorkerLink {
+ public:
+  virtual ~WorkerLink() = default;
+
+  // Raised by the agent the moment this generation is over.
+  virtual StopToken stop_token(int64_t generation) const = 0;
+
+  // Progress. Each is a store to the shared page, no system call.
+  virtual void begun(int64_t step) = 0;
+  virtual void left_vote(const VoteOutcome& vote) = 0;  // gradients of vote.step are complete here
+  virtual void updated(int64_t step) = 0;               // also after a fetch or load: "my state is of this step"; -1: no state
+
+  // The generation is over: this worker has stopped, its streams are drained, its counters are final. Waits for the
+  // verdict of a newer generation than `generation`.
+  virtual Result<Verdict> await_verdict(int64_t generation, Deadline deadline) = 0;
+
+  // True once for entry `index` of fault.kill in the job's life, whichever incarnation asks: the agent remembers.
+  virtual bool claim_fault(int64_t index) = 0;
+
+  // Set by a signal to the agents: finish the step, save, leave. The vote spreads it to all ranks.
+  virtual bool stop_requested() const = 0;
+
+  // Checkpoints. A slot of the segment that no writer reads, or -1 while all are busy.
+  virtual int free_snapshot_slot() = 0;
+  // The slot holds this rank's shard of `step`; the agent's writer takes it from here, and training goes on.
+  virtual Status snapshot_ready(int64_t step, int64_t cursor, int slot) = 0;
+  // Waits until every snapshot handed over is durable (or has failed: that status).
+  virtual Status await_snapshots(Deadline deadline) = 0;
+
+  // One line of text or JSON for the agent to relay: progress, metrics. `topic`: "metrics", "log", "summary".
+  virtual Status publish(std::string_view topic, std::string_view payload) = 0;
+  // The run is complete here; the process ends with exit code 0 soon after.
+  virtual Status finished(std::string_view summary_json) = 0;
+};
+
+}  // namespace kintsugi::launch

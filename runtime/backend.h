@@ -1,0 +1,115 @@
+// A device and its kernels behind one interface: `cpu` here, `cuda` in the GPU build. Everything is
+// stream ordered: a call queues work and returns; on the CPU the work is done when it returns.
+// Nothing in a training step allocates or synchronises: buffers come from arenas planned before.
+// Thread safety: a Backend may be shared; a Stream belongs to one thread at a time.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "kernels/kernel_table.h"
+#include "runtime/base/deadline.h"
+#include "runtime/base/status.h"
+#include "runtime/base/stop_token.h"
+
+namespace kintsugi::runtime {
+
+using kernels::DType;
+
+enum class DeviceKind { kCpu, kCuda };
+
+// Owner of one block of device memory (or, by wrap(), a view of memory that something else owns).
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(void* data, int64_t size_bytes, std::function<void(void*)> release)
+      : data_(data), size_bytes_(size_bytes), release_(std::move(release)) {}
+  static Buffer wrap(void* data, int64_t size_bytes) { return Buffer(data, size_bytes, nullptr); }
+  Buffer(Buffer&& other) noexcept { swap(other); }
+  Buffer& operator=(Buffer&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  ~Buffer() {
+    if (release_ && data_ != nullptr) release_(data_);
+  }
+  void* data() const { return data_; }
+  template <class T>
+  T* as() const { return static_cast<T*>(data_); }
+  int64_t size_bytes() const { return size_bytes_; }
+
+ private:
+  void swap(Buffer& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(size_bytes_, other.size_bytes_);
+    std::swap(release_, other.release_);
+  }
+  void* data_ = nullptr;
+  int64_t size_bytes_ = 0;
+  std::function<void(void*)> release_;
+};
+
+// An ordered queue of work on one device.
+class Stream {
+ public:
+  virtual ~Stream() = default;
+  virtual kernels::StreamHandle handle() const = 0;
+  // Waits for all queued work. kAborted when stopped, kDeviceLost when the device failed.
+  virtual Status synchronize(Deadline deadline) = 0;
+
+  // Turns a kernel's outcome into a Status, and returns kAborted instead when a stop was
+  // requested: on the CPU this is how a step ends between two operations.
+  //   KTG_RETURN_IF_ERROR(stream.launched(k.rope->rotate(...), "rope"));
+  Status launched(kernels::KernelError error, const char* what) const;
+  void set_stop_token(StopToken token) { stop_ = token; }
+  const StopToken& stop_token() const { return stop_; }
+
+ private:
+  StopToken stop_;
+};
+
+struct DeviceMemory {
+  int64_t total_bytes;
+  int64_t available_bytes;
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual DeviceKind kind() const = 0;
+  // "cpu (AVX-512, 2 threads, oneDNN 2.6.3)": for banners.
+  virtual std::string description() const = 0;
+  virtual const kernels::KernelTable& kernels() const = 0;
+  // 64-byte aligned (256 on a device), contents undefined. kResourceExhausted names `what`, the bytes and what is free.
+  virtual Result<Buffer> allocate(int64_t size_bytes, std::string_view what) = 0;
+  virtual Result<std::unique_ptr<Stream>> create_stream() = 0;
+  // Any direction, ordered on `stream`.
+  virtual Status copy(void* dst, const void* src, int64_t size_bytes, Stream& stream) = 0;
+  virtual Status zero(void* dst, int64_t size_bytes, Stream& stream) = 0;
+  virtual Result<DeviceMemory> memory() const = 0;
+};
+
+struct CpuBackendOptions {
+  int num_threads = 0;          // 0: as OpenMP decides (OMP_NUM_THREADS, affinity mask)
+  bool use_reference = false;   // the plain-loop kernels, for tests
+};
+std::unique_ptr<Backend> create_cpu_backend(const CpuBackendOptions& options);
+
+// Bump allocation inside one planned buffer. take() rounds each piece up to 64 bytes (256 on a device).
+class Arena {
+ public:
+  explicit Arena(Buffer buffer) : buffer_(std::move(buffer)) {}
+  // Bug, not outcome, when the plan was too small: KTG_CHECK.
+  void* take(int64_t size_bytes);
+  int64_t used_bytes() const { return used_; }
+  int64_t size_bytes() const { return buffer_.size_bytes(); }
+
+ private:
+  Buffer buffer_;
+  int64_t used_ = 0;
+};
+
+}  // namespace kintsugi::runtime

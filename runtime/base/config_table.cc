@@ -1,0 +1,304 @@
+#include "runtime/base/config_table.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <sstream>
+#include <toml++/toml.h>
+
+#include "runtime/base/file_system.h"
+
+namespace kintsugi {
+namespace {
+
+template <class... Ts>
+struct Overloaded : Ts... {
+  using Ts::operator()...;
+};
+template <class... Ts>
+Overloaded(Ts...) -> Overloaded<Ts...>;
+
+// Levenshtein distance, for "did you mean".
+size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<size_t> row(b.size() + 1);
+  for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
+  for (size_t i = 1; i <= a.size(); ++i) {
+    size_t diagonal = row[0];
+    row[0] = i;
+    for (size_t j = 1; j <= b.size(); ++j) {
+      const size_t above = row[j];
+      row[j] = std::min({above + 1, row[j - 1] + 1, diagonal + (a[i - 1] == b[j - 1] ? 0 : 1)});
+      diagonal = above;
+    }
+  }
+  return row[b.size()];
+}
+
+std::string quoted(std::string_view s) {
+  std::ostringstream out;
+  out << toml::value<std::string>(std::string(s));
+  return out.str();
+}
+
+std::string number(double v) {
+  std::string s = fmt::format("{}", v);  // shortest text that reads back to the same double
+  if (s.find_first_of(".einf") == std::string::npos) s += ".0";
+  return s;
+}
+
+std::string to_text(const ConfigTable::Scalar& v) {
+  return std::visit(Overloaded{[](bool b) { return std::string(b ? "true" : "false"); },
+                               [](int64_t i) { return std::to_string(i); }, [](double d) { return number(d); },
+                               [](const std::string& s) { return quoted(s); }},
+                    v);
+}
+
+template <class T, class F>
+std::string list_text(const std::vector<T>& items, F&& one) {
+  std::string out = "[";
+  for (const T& item : items) out += (out.size() > 1 ? ", " : "") + one(item);
+  return out + "]";
+}
+
+std::string to_text(const ConfigTable::Field& f) {
+  return std::visit(
+      Overloaded{[](const bool* v) { return to_text(ConfigTable::Scalar(*v)); },
+                 [](const int64_t* v) { return to_text(ConfigTable::Scalar(*v)); },
+                 [](const double* v) { return to_text(ConfigTable::Scalar(*v)); },
+                 [](const std::string* v) { return to_text(ConfigTable::Scalar(*v)); },
+                 [](const std::vector<int64_t>* v) { return list_text(*v, [](int64_t i) { return std::to_string(i); }); },
+                 [](const std::vector<std::string>* v) { return list_text(*v, [](const std::string& s) { return quoted(s); }); }},
+      f);
+}
+
+std::string rows_text(const std::vector<ConfigTable::Row>& rows) {
+  return list_text(rows, [](const ConfigTable::Row& row) {
+    std::string out = "{";
+    for (const auto& [key, value] : row) out += (out.size() > 1 ? ", " : "") + key + " = " + to_text(value);
+    return out + "}";
+  });
+}
+
+const char* type_name(const ConfigTable::Field& f) {
+  return std::visit(Overloaded{[](bool*) { return "true or false"; }, [](int64_t*) { return "an integer"; },
+                               [](double*) { return "a number"; }, [](std::string*) { return "a string"; },
+                               [](std::vector<int64_t>*) { return "an array of integers"; },
+                               [](std::vector<std::string>*) { return "an array of strings"; }},
+                    f);
+}
+
+std::string node_text(const toml::node& node) {
+  std::ostringstream out;
+  node.visit([&](const auto& n) { out << n; });
+  return out.str();
+}
+
+bool assign(const ConfigTable::Field& field, const toml::node& node) {
+  return std::visit(
+      Overloaded{
+          [&](bool* v) {
+            if (!node.is_boolean()) return false;
+            *v = **node.as_boolean();
+            return true;
+          },
+          [&](int64_t* v) {
+            if (!node.is_integer()) return false;
+            *v = **node.as_integer();
+            return true;
+          },
+          [&](double* v) {
+            if (node.is_integer()) {
+              *v = static_cast<double>(**node.as_integer());
+            } else if (node.is_floating_point()) {
+              *v = **node.as_floating_point();
+            } else {
+              return false;
+            }
+            return true;
+          },
+          [&](std::string* v) {
+            if (!node.is_string()) return false;
+            *v = **node.as_string();
+            return true;
+          },
+          [&](std::vector<int64_t>* v) {
+            if (!node.is_array() || (!node.as_array()->empty() && !node.as_array()->is_homogeneous<int64_t>())) return false;
+            v->clear();
+            for (const auto& item : *node.as_array()) v->push_back(**item.as_integer());
+            return true;
+          },
+          [&](std::vector<std::string>* v) {
+            if (node.is_string()) {
+              *v = {**node.as_string()};
+              return true;
+            }
+            if (!node.is_array() || (!node.as_array()->empty() && !node.as_array()->is_homogeneous<std::string>())) return false;
+            v->clear();
+            for (const auto& item : *node.as_array()) v->push_back(**item.as_string());
+            return true;
+          }},
+      field);
+}
+
+}  // namespace
+
+// Walks one parsed TOML document and assigns its leaves.
+struct ConfigTable::Loader {
+  ConfigTable& table;
+  const std::string& origin;
+
+  std::string where(const toml::node& node, const std::string& path) const {
+    return fmt::format("{}:{}: {}", origin, node.source().begin.line, path);
+  }
+
+  Status load_rows(Entry& entry, const toml::node& node) const {
+    const std::string wanted =
+        fmt::format("an array of tables with keys {}", fmt::join(entry.row_keys, ", "));
+    if (!node.is_array()) return invalid_argument(where(node, entry.path) + " must be " + wanted);
+    entry.rows->clear();
+    for (const auto& item : *node.as_array()) {
+      if (!item.is_table()) return invalid_argument(where(item, entry.path) + " must be " + wanted);
+      Row row;
+      for (const auto& [key, value] : *item.as_table()) {
+        const std::string name(key.str());
+        if (std::find(entry.row_keys.begin(), entry.row_keys.end(), name) == entry.row_keys.end()) {
+          return invalid_argument(fmt::format("{}: unknown key '{}'; allowed: {}", where(value, entry.path), name,
+                                              fmt::join(entry.row_keys, ", ")));
+        }
+        if (value.is_boolean()) row[name] = **value.as_boolean();
+        else if (value.is_integer()) row[name] = **value.as_integer();
+        else if (value.is_floating_point()) row[name] = **value.as_floating_point();
+        else if (value.is_string()) row[name] = **value.as_string();
+        else return invalid_argument(where(value, entry.path) + "." + name + " must be a scalar");
+      }
+      entry.rows->push_back(std::move(row));
+    }
+    return ok_status();
+  }
+
+  Status load(const toml::table& from, const std::string& prefix) const {
+    for (const auto& [key, node] : from) {
+      const std::string path = prefix + std::string(key.str());
+      Entry* entry = table.find(path);
+      if (entry == nullptr) {
+        if (node.is_table()) {
+          KTG_RETURN_IF_ERROR(load(*node.as_table(), path + "."));
+          continue;
+        }
+        const std::string near = table.nearest(path);
+        return invalid_argument(where(node, path) + ": unknown key" +
+                                (near.empty() ? std::string("; --help lists all") : "; did you mean '" + near + "'?"));
+      }
+      entry->set = true;
+      if (entry->rows != nullptr) {
+        KTG_RETURN_IF_ERROR(load_rows(*entry, node));
+        continue;
+      }
+      if (!assign(entry->field, node)) {
+        return invalid_argument(fmt::format("{} = {}: must be {}", where(node, path), node_text(node), type_name(entry->field)));
+      }
+      if (const auto* s = std::get_if<std::string*>(&entry->field);
+          s != nullptr && !entry->allowed.empty() &&
+          std::find(entry->allowed.begin(), entry->allowed.end(), **s) == entry->allowed.end()) {
+        return invalid_argument(fmt::format("{} = \"{}\": allowed: {}", where(node, path), **s, fmt::join(entry->allowed, ", ")));
+      }
+    }
+    return ok_status();
+  }
+};
+
+void ConfigTable::add(std::string path, Field field, std::string doc, std::vector<std::string> allowed) {
+  KTG_CHECK(find(path) == nullptr) << path << " is registered twice";
+  entries_.push_back({std::move(path), field, nullptr, {}, std::move(doc), std::move(allowed), false});
+}
+
+void ConfigTable::add_rows(std::string path, std::vector<Row>* rows, std::vector<std::string> keys, std::string doc) {
+  KTG_CHECK(find(path) == nullptr) << path << " is registered twice";
+  entries_.push_back({std::move(path), static_cast<bool*>(nullptr), rows, std::move(keys), std::move(doc), {}, false});
+}
+
+ConfigTable::Entry* ConfigTable::find(std::string_view path) {
+  for (Entry& e : entries_) {
+    if (e.path == path) return &e;
+  }
+  return nullptr;
+}
+
+Status ConfigTable::load_file(const std::string& path) {
+  KTG_ASSIGN_OR_RETURN(const std::string text, FileSystem::posix().read_file(path));
+  return load_text(text, path);
+}
+
+Status ConfigTable::load_text(std::string_view text, const std::string& origin) {
+  try {
+    const toml::table parsed = toml::parse(text, origin);
+    return Loader{*this, origin}.load(parsed, "");
+  } catch (const toml::parse_error& e) {
+    return invalid_argument(fmt::format("{}:{}: {}", origin, e.source().begin.line, e.description()));
+  }
+}
+
+Status ConfigTable::set(std::string_view assignment) {
+  const size_t eq = assignment.find('=');
+  if (eq == std::string_view::npos || eq == 0) {
+    return invalid_argument(fmt::format("--set {}: want key=value", assignment));
+  }
+  const std::string key(assignment.substr(0, eq));
+  const std::string value(assignment.substr(eq + 1));
+  const std::string origin = "--set " + std::string(assignment);
+  const Entry* entry = find(key);
+  const bool wants_text = entry != nullptr && std::holds_alternative<std::string*>(entry->field);
+  const bool already_quoted = !value.empty() && (value.front() == '"' || value.front() == '\'');
+  return load_text(key + " = " + (wants_text && !already_quoted ? quoted(value) : value), origin);
+}
+
+bool ConfigTable::was_set(std::string_view path) const {
+  const auto it = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& e) { return e.path == path; });
+  return it != entries_.end() && it->set;
+}
+
+std::string ConfigTable::to_toml() const {
+  std::vector<std::string> sections;
+  for (const Entry& e : entries_) {
+    const std::string section = e.path.substr(0, e.path.rfind('.'));
+    if (std::find(sections.begin(), sections.end(), section) == sections.end()) sections.push_back(section);
+  }
+  std::string out;
+  for (const std::string& section : sections) {
+    out += (out.empty() ? "[" : "\n[") + section + "]\n";
+    for (const Entry& e : entries_) {
+      if (e.path.substr(0, e.path.rfind('.')) != section) continue;
+      out += e.path.substr(section.size() + 1) + " = " + (e.rows != nullptr ? rows_text(*e.rows) : to_text(e.field)) + "\n";
+    }
+  }
+  return out;
+}
+
+std::string ConfigTable::help() const {
+  std::string out;
+  for (const Entry& e : entries_) {
+    out += fmt::format("  {:<34} {:<12} {}", e.path, e.rows != nullptr ? rows_text(*e.rows) : to_text(e.field), e.doc);
+    if (!e.allowed.empty()) out += fmt::format(" [{}]", fmt::join(e.allowed, " | "));
+    out += "\n";
+  }
+  return out;
+}
+
+std::string ConfigTable::nearest(std::string_view path) const {
+  std::string best;
+  size_t best_distance = std::max<size_t>(3, path.size() / 3);
+  for (const Entry& e : entries_) {
+    const size_t whole = edit_distance(path, e.path);
+    // A key given without, or under another, section still finds its name.
+    const std::string_view leaf = std::string_view(e.path).substr(e.path.rfind('.') + 1);
+    const std::string_view given_leaf = path.substr(path.rfind('.') + 1);
+    const size_t distance = std::min(whole, edit_distance(given_leaf, leaf) + 1);
+    if (distance < best_distance) {
+      best_distance = distance;
+      best = e.path;
+    }
+  }
+  return best;
+}
+
+}  // namespace kintsugi

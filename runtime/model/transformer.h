@@ -1,0 +1,121 @@
+// Forward and backward of both model families, written out by hand over planned buffers.
+// It knows nothing of ranks: weights come from, and gradients go to, a UnitAccess, which the
+// parallel modes implement (plain here, gathered on demand when sharded).
+//   B sequences   T tokens each   N = B T   V vocabulary
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "runtime/backend.h"
+#include "runtime/model/param_table.h"
+
+namespace kintsugi::runtime {
+
+// Weights and gradients of one unit at a time, in the order forward and backward use them:
+// forward 0, 1, ..., U-1; backward U-1, ..., 1, 0. A tied table is asked for again (unit 0) by the head.
+class UnitAccess {
+ public:
+  virtual ~UnitAccess() = default;
+  // The unit's master weights (fp32, vectors are read here) and its matrices in the compute dtype;
+  // both point at the unit's first element (compute == master in fp32). Valid until release().
+  struct Weights {
+    const float* master;
+    const void* compute;
+  };
+  virtual Result<Weights> acquire(int unit, Stream& stream) = 0;
+  virtual Status release(int unit, Stream& stream) = 0;
+  // Where backward writes the unit's gradient (fp32, sum over tokens, first element of the unit), and whether it must
+  // add to what is there (gradient accumulation) or overwrite all of it. Padding is never touched.
+  struct Gradients {
+    float* data;
+    bool accumulate;
+  };
+  virtual Result<Gradients> gradients(int unit, Stream& stream) = 0;
+  // The unit's gradient of this micro-step is complete on `stream`.
+  virtual Status gradients_ready(int unit, Stream& stream) = 0;
+};
+
+// Plain access over whole flat buffers on one rank: tests, evaluation, inference. gradients may be null.
+class FlatUnitAccess final : public UnitAccess {
+ public:
+  FlatUnitAccess(const ParamTable& table, const float* master, const void* compute, float* gradients, DType dtype)
+      : table_(table), master_(master), compute_(compute), gradients_(gradients), dtype_(dtype) {}
+  void set_accumulate(bool accumulate) { accumulate_ = accumulate; }
+  Result<Weights> acquire(int unit, Stream& stream) override;
+  Status release(int unit, Stream& stream) override;
+  Result<Gradients> gradients(int unit, Stream& stream) override;
+  Status gradients_ready(int unit, Stream& stream) override;
+
+ private:
+  const ParamTable& table_;
+  const float* master_;
+  const void* compute_;
+  float* gradients_;
+  DType dtype_;
+  bool accumulate_ = false;
+};
+
+struct MicroBatch {
+  const int32_t* inputs;   // (B, T) ids in [0, V)
+  const int32_t* targets;  // (B, T) ids, or kIgnoredTarget
+  int64_t B, T;
+};
+
+struct LossSums {
+  double loss = 0;         // sum over valid targets, natural log
+  int64_t num_tokens = 0;  // valid targets
+};
+
+// Receives each layer's keys and values (N, K, D rows of the compute dtype, strides in elements between tokens,
+// RoPE and QK-norm applied) during prefill: the paged cache's write.
+class KvSink {
+ public:
+  virtual ~KvSink() = default;
+  virtual Status write(int64_t layer, const void* k, const void* v, int64_t N, int64_t k_stride, int64_t v_stride,
+                       Stream& stream) = 0;
+};
+
+// One layer's paged cache for the decode step: the fields of kernels::PagedAttentionKernels.
+class PagedCacheView {
+ public:
+  virtual ~PagedCacheView() = default;
+  virtual void* k_cache(int64_t layer) const = 0;
+  virtual void* v_cache(int64_t layer) const = 0;
+  virtual const int32_t* block_tables() const = 0;   // (S, M)
+  virtual const int32_t* context_lens() const = 0;   // (S), the new token counted
+  virtual const int64_t* new_slots() const = 0;      // (S), where the new token's k, v go
+  virtual int64_t kv_block_tokens() const = 0;
+  virtual int64_t block_table_width() const = 0;
+};
+
+struct TransformerOptions {
+  DType dtype = DType::kF32;  // activations and matmul operands
+  int64_t max_tokens = 0;     // the most B * T of any call
+  int64_t max_seq_len = 0;    // the longest T of any call
+  bool training = true;       // plan buffers for backward
+};
+
+class Transformer {
+ public:
+  // Bytes of activations and workspace that create() will take from its arena; for the memory plan.
+  static int64_t activation_bytes(const ModelConfig& config, const TransformerOptions& options);
+  // Takes all buffers from `arena`. `backend` outlives the model.
+  static Result<std::unique_ptr<Transformer>> create(const ModelConfig& config, const TransformerOptions& options,
+                                                     Backend& backend, Arena& arena, Stream& stream);
+  virtual ~Transformer() = default;
+
+  virtual const ParamTable& params() const = 0;
+  // Gradient of the SUM of token losses into `access`. `sums` (host memory) is filled when the stream reaches it.
+  virtual Status forward_backward(const MicroBatch& batch, UnitAccess& access, LossSums* sums, Stream& stream) = 0;
+  virtual Status forward_loss(const MicroBatch& batch, UnitAccess& access, LossSums* sums, Stream& stream) = 0;
+  // logits (N, V) of the compute dtype, the same bits as inside forward_backward; `last_only` writes (B, V), the last
+  // position's. positions (N) int32. sink may be null. This is prefill.
+  virtual Status forward_logits(void* logits, const int32_t* ids, const int32_t* positions, int64_t B, int64_t T,
+                                bool last_only, UnitAccess& access, KvSink* sink, Stream& stream) = 0;
+  // One new token for each of S sequences: logits (S, V). positions (S) int32.
+  virtual Status decode(void* logits, const int32_t* ids, const int32_t* positions, int64_t S,
+                        const PagedCacheView& cache, UnitAccess& access, Stream& stream) = 0;
+};
+
+}  // namespace kintsugi::runtime
