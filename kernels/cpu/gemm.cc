@@ -1,0 +1,49 @@
+#include "kernels/gemm.h"
+
+#include <cerrno>
+
+#include "kernels/cpu/matmul.h"
+
+namespace kintsugi::kernels::cpu {
+namespace {
+
+KernelError run(const Matmul& matmul) {
+  if (matmul.M == 0 || matmul.N == 0) return kKernelOk;
+  const KernelError error = onednn_matmul(matmul);
+  return error == ENOTSUP ? blocked_matmul(matmul) : error;
+}
+
+KernelError linear_forward(void* y, const void* x, const void* w, const float* bias, int64_t N, int64_t I, int64_t O,
+                           DType dtype, StreamHandle) {
+  return run({y, x, w, bias, N, O, I, false, true, false, dtype, dtype});
+}
+
+KernelError linear_backward_input(void* dx, const void* dy, const void* w, int64_t N, int64_t I, int64_t O,
+                                  bool accumulate, DType dtype, StreamHandle) {
+  return run({dx, dy, w, nullptr, N, I, O, false, false, accumulate, dtype, dtype});
+}
+
+KernelError linear_backward_weight(float* dw, const void* dy, const void* x, int64_t N, int64_t I, int64_t O,
+                                   bool accumulate, DType dtype, StreamHandle) {
+  return run({dw, dy, x, nullptr, O, I, N, true, false, accumulate, dtype, DType::kF32});
+}
+
+KernelError linear_backward_bias(float* dbias, const void* dy, int64_t N, int64_t O, bool accumulate, DType dtype,
+                                 StreamHandle stream) {
+  return reference::gemm().linear_backward_bias(dbias, dy, N, O, accumulate, dtype, stream);
+}
+
+const char* library() {
+  const char* name = onednn_library();
+  return name != nullptr ? name : "built-in blocked";
+}
+
+}  // namespace
+
+const GemmKernels& gemm() {
+  static constexpr GemmKernels kTable{linear_forward, linear_backward_input, linear_backward_weight,
+                                      linear_backward_bias, library};
+  return kTable;
+}
+
+}  // namespace kintsugi::kernels::cpu

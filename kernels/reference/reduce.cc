@@ -1,0 +1,64 @@
+// kernels/reduce.h as plain loops.
+#include "kernels/reduce.h"
+
+#include "kernels/reference/storage.h"
+
+namespace kintsugi::kernels::reference {
+namespace {
+
+KernelError sum_squares(double* partials, const float* x, int64_t first, int64_t count, int64_t block, int64_t n,
+                        StreamHandle) {
+  for (int64_t b = 0; b < count; ++b) {
+    const int64_t begin = b * block;
+    const int64_t end = (first + b + 1) * block < n ? begin + block : n - first * block;
+    double sum = 0;
+    for (int64_t i = begin; i < end; ++i) sum += get(x[i]) * get(x[i]);
+    partials[b] = sum;
+  }
+  return kKernelOk;
+}
+
+KernelError sum_all(double* sum, const float* x, int64_t n, StreamHandle) {
+  *sum = 0;
+  for (int64_t i = 0; i < n; ++i) *sum += get(x[i]);
+  return kKernelOk;
+}
+
+KernelError add(float* dst, const float* a, const float* b, int64_t n, StreamHandle) {
+  for (int64_t i = 0; i < n; ++i) dst[i] = a[i] + b[i];
+  return kKernelOk;
+}
+
+// In fp32: the tree's grouping is what the contract fixes, so its bits are fixed too.
+float tree(const float* const* srcs, int64_t lo, int64_t hi, int64_t i) {
+  if (hi - lo == 1) return srcs[lo][i];
+  int64_t p = 1;
+  while (p * 2 < hi - lo) p *= 2;
+  return tree(srcs, lo, lo + p, i) + tree(srcs, lo + p, hi, i);
+}
+
+KernelError tree_sum(float* dst, const float* const* srcs, int64_t count, int64_t n, StreamHandle) {
+  for (int64_t i = 0; i < n; ++i) dst[i] = tree(srcs, 0, count, i);
+  return kKernelOk;
+}
+
+KernelError convert(void* dst, const float* x, int64_t n, DType dst_dtype, StreamHandle) {
+  return for_dtype(dst_dtype, [&]<class T>(T) {
+    for (int64_t i = 0; i < n; ++i) put(static_cast<T*>(dst)[i], get(x[i]));
+  });
+}
+
+KernelError convert_to_f32(float* dst, const void* x, int64_t n, DType dtype, StreamHandle) {
+  return for_dtype(dtype, [&]<class T>(T) {
+    for (int64_t i = 0; i < n; ++i) put(dst[i], get(static_cast<const T*>(x)[i]));
+  });
+}
+
+}  // namespace
+
+const ReduceKernels& reduce() {
+  static constexpr ReduceKernels kTable{sum_squares, sum_all, add, tree_sum, convert, convert_to_f32};
+  return kTable;
+}
+
+}  // namespace kintsugi::kernels::reference
