@@ -1,0 +1,77 @@
+#include "launch/fault_plan.h"
+
+#include <fmt/format.h>
+
+#include <array>
+#include <utility>
+
+namespace kintsugi::launch {
+namespace {
+
+using NamedPoint = std::pair<const char*, FaultPoint>;
+constexpr std::array<NamedPoint, 12> kPoints = {{{"start-up", FaultPoint::kStartUp},
+                                                 {"data", FaultPoint::kData},
+                                                 {"forward", FaultPoint::kForward},
+                                                 {"backward", FaultPoint::kBackward},
+                                                 {"mid-reduce", FaultPoint::kMidReduce},
+                                                 {"before-vote", FaultPoint::kBeforeVote},
+                                                 {"after-vote", FaultPoint::kAfterVote},
+                                                 {"mid-update", FaultPoint::kMidUpdate},
+                                                 {"snapshot", FaultPoint::kSnapshot},
+                                                 {"write", FaultPoint::kWrite},
+                                                 {"rename", FaultPoint::kRename},
+                                                 {"during-recovery", FaultPoint::kDuringRecovery}}};
+
+Result<int64_t> integer(const ConfigTable::Row& row, const char* key, size_t index) {
+  const auto it = row.find(key);
+  if (it == row.end()) return invalid_argument(fmt::format("fault.kill[{}]: {} is missing", index, key));
+  if (const int64_t* value = std::get_if<int64_t>(&it->second)) return *value;
+  return invalid_argument(fmt::format("fault.kill[{}].{}: must be an integer", index, key));
+}
+
+Result<FaultEntry> parse_entry(const ConfigTable::Row& row, size_t index, int world_size) {
+  FaultEntry entry{};
+  KTG_ASSIGN_OR_RETURN(const int64_t rank, integer(row, "rank", index));
+  KTG_ASSIGN_OR_RETURN(entry.step, integer(row, "step", index));
+  if (rank < 0 || rank >= world_size) {
+    return invalid_argument(fmt::format("fault.kill[{}].rank = {}: must be from 0 to {}", index, rank, world_size - 1));
+  }
+  if (entry.step < 1) {
+    return invalid_argument(fmt::format("fault.kill[{}].step = {}: steps count from 1", index, entry.step));
+  }
+  entry.rank = static_cast<int>(rank);
+  entry.point = FaultPoint::kBackward;
+  if (const auto it = row.find("point"); it != row.end()) {
+    const std::string* name = std::get_if<std::string>(&it->second);
+    if (name == nullptr) return invalid_argument(fmt::format("fault.kill[{}].point: must be a string", index));
+    KTG_ASSIGN_OR_RETURN(entry.point, parse_fault_point(*name));
+  }
+  return entry;
+}
+
+}  // namespace
+
+Result<FaultPoint> parse_fault_point(const std::string& name) {
+  std::string known;
+  for (const auto& [text, point] : kPoints) {
+    if (name == text) return point;
+    known += (known.empty() ? "" : ", ") + std::string(text);
+  }
+  return invalid_argument(fmt::format("fault.kill: no point is called \"{}\"; there are {}", name, known));
+}
+
+Result<std::vector<FaultEntry>> FaultConfig::entries(int world_size) const {
+  std::vector<FaultEntry> out;
+  for (size_t i = 0; i < kill.size(); ++i) {
+    KTG_ASSIGN_OR_RETURN(const FaultEntry entry, parse_entry(kill[i], i, world_size));
+    out.push_back(entry);
+  }
+  return out;
+}
+
+void describe(ConfigTable& table, FaultConfig& config) {
+  table.add_rows("fault.kill", &config.kill, {"rank", "step", "point"},
+                 "deliberate deaths: {rank, step, point = \"backward\"}, each once a job");
+}
+
+}  // namespace kintsugi::launch

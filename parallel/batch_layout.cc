@@ -1,0 +1,83 @@
+#include "parallel/batch_layout.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <string>
+#include <vector>
+
+namespace kintsugi::parallel {
+namespace {
+
+std::vector<int64_t> divisors(int64_t n) {
+  std::vector<int64_t> out;
+  for (int64_t d = 1; d <= n; ++d) {
+    if (n % d == 0) out.push_back(d);
+  }
+  return out;
+}
+
+// "20 or 25": the nearest multiples of `unit`, at least one of it.
+std::string nearest_multiples(int64_t value, int64_t unit) {
+  const int64_t below = value / unit * unit;
+  return below == 0 ? std::to_string(unit) : fmt::format("{} or {}", below, below + unit);
+}
+
+}  // namespace
+
+Result<BatchLayout> plan_batch(int64_t global_batch, int64_t micro_batch_size, const ParallelConfig& config, int rank,
+                               int world_size) {
+  KTG_RETURN_IF_ERROR(config.validate());
+  if (global_batch < 1) {
+    return invalid_argument(fmt::format("training.global_batch_size = {}: must be at least 1", global_batch));
+  }
+  if (micro_batch_size < 0) {
+    return invalid_argument(fmt::format(
+        "training.micro_batch_size = {}: must be at least 1, or 0 for a rank's whole share", micro_batch_size));
+  }
+  const int64_t N = world_size, V = config.virtual_shards;
+  if (config.fixed_order()) {
+    if (global_batch % V != 0) {
+      return invalid_argument(fmt::format(
+          "training.global_batch_size = {}: parallelism.virtual_shards = {} does not divide it; a batch of {} would "
+          "fit, or one of {} shards",
+          global_batch, V, nearest_multiples(global_batch, V), fmt::join(divisors(global_batch), ", ")));
+    }
+    if (V < N) {
+      return invalid_argument(fmt::format(
+          "parallelism.virtual_shards = {}: {} ranks need at least {} (reduce_order = \"fixed\" gives each rank whole "
+          "shards)",
+          V, N, N));
+    }
+  }
+  if (global_batch % N != 0) {
+    return invalid_argument(
+        fmt::format("training.global_batch_size = {}: {} ranks do not divide it; a batch of {} would fit, or {} ranks",
+                    global_batch, N, nearest_multiples(global_batch, N), fmt::join(divisors(global_batch), ", ")));
+  }
+  BatchLayout layout;
+  layout.global_batch = global_batch;
+  if (config.fixed_order()) {
+    const int64_t begin = rank * V / N, end = (rank + 1) * V / N;
+    layout.micro_batch = global_batch / V;
+    layout.first_shard = begin;
+    layout.num_micro_steps = end - begin;
+    layout.first_sample = begin * layout.micro_batch;
+    layout.num_shards = V;
+    return layout;
+  }
+  const int64_t share = global_batch / N;
+  layout.micro_batch = micro_batch_size == 0 ? share : micro_batch_size;
+  if (share % layout.micro_batch != 0) {
+    return invalid_argument(fmt::format(
+        "training.micro_batch_size = {}: the {} sequences of a rank (batch {} over {} ranks) are not a multiple of it; "
+        "a micro-batch of {} would fit, or a global batch of {}",
+        micro_batch_size, share, global_batch, N, fmt::join(divisors(share), ", "),
+        nearest_multiples(global_batch, N * micro_batch_size)));
+  }
+  layout.num_micro_steps = share / layout.micro_batch;
+  layout.first_sample = rank * share;
+  return layout;
+}
+
+}  // namespace kintsugi::parallel

@@ -1,0 +1,64 @@
+// The vote: the one exchange between the reduced gradients and the update. Each rank brings the sums of squares of its
+// share of the gradient, its losses and its flags; a single all-gather carries them, and every rank computes the same
+// outcome from the same bytes. A rank leaves the vote only after every rank has entered it, so each then knows that
+// all hold the complete gradient.
+//
+// The gradient is cut into blocks whose size is a function of its length alone. Sums over blocks and over losses run in
+// ascending order, so the outcome has the same bits at every number of ranks whenever the gradients and the losses of
+// the virtual shards have.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "parallel/parallel_config.h"
+#include "runtime/backend.h"
+#include "runtime/model/transformer.h"
+
+namespace kintsugi::parallel {
+
+struct VoteBallot {
+  int64_t step = 0;
+  std::span<const runtime::LossSums> losses;  // of this rank: one a virtual shard; in fast order one in all
+  bool stop_requested = false;
+};
+
+struct VoteResult {
+  double gradient_norm = 0;  // of the mean gradient over all valid targets, before clipping
+  double loss_sum = 0;
+  int64_t num_tokens = 0;
+  bool skip = false;            // something was not finite, or no target was valid: no update
+  bool stop_requested = false;  // by any rank
+};
+
+// Losses that the rank with the most virtual shards brings.
+int64_t losses_per_rank(const ParallelConfig& config, int world_size);
+
+class Vote {
+ public:
+  // `losses_per_rank`: the most that any rank brings.
+  Vote(int64_t gradient_length, int64_t losses_per_rank, int rank, int world_size);
+  int64_t memory_bytes() const;
+  // `memory`: memory_bytes(), best in the symmetric heap; not written before run().
+  void attach(void* memory) { memory_ = static_cast<uint8_t*>(memory); }
+
+  // `gradient` is reduced. Collective; blocks until every rank has entered.
+  Result<VoteResult> run(const float* gradient, const VoteBallot& ballot, comm::Communicator& communicator,
+                         const runtime::Backend& backend, runtime::Stream& stream, Deadline deadline);
+
+  int64_t block_length() const { return block_length_; }
+
+ private:
+  struct Header;
+  int64_t record_bytes() const;
+  int64_t first_block(int rank) const { return rank * num_blocks_ / world_size_; }
+  Result<VoteResult> count(const VoteBallot& ballot) const;
+
+  int64_t gradient_length_, block_length_, num_blocks_, losses_per_rank_;
+  int rank_, world_size_;
+  uint8_t* memory_ = nullptr;
+};
+
+}  // namespace kintsugi::parallel
