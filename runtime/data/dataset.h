@@ -13,30 +13,40 @@
 namespace kintsugi::runtime {
 
 struct DataConfig {
-  // Text files, a folder of token shards that `prepare` wrote, or .bin token files (llm.c's header,
+  // Text files, folders of token shards that `prepare` wrote, or .bin token files (llm.c's header,
   // or headerless uint16 / uint32). Relative paths start at the config file's folder.
   std::vector<std::string> train;
   std::vector<std::string> validation;
-  std::string format = "auto";     // "auto", "text", "shards", "llmc", "uint16", "uint32"
-  std::string tokenizer = "bytes"; // for text: "bytes", or the path of a tokenizer.json
-  bool shuffle = true;             // a seeded permutation of the samples, another each epoch
+  std::string format = "auto";      // "auto", "text", "shards", "llmc", "uint16", "uint32"
+  std::string tokenizer = "bytes";  // for text: "bytes", or the path of a tokenizer.json
+  bool shuffle = true;              // a seeded permutation of the samples, another each epoch
 };
 void describe(ConfigTable& table, DataConfig& config);
+// Makes every relative path absolute, starting at `folder` (the config file's, or the working folder for --set), so
+// that a resume from another folder finds the same files.
+void resolve_paths(DataConfig& config, const std::string& folder);
 
-// Samples of T + 1 tokens: sample i is tokens [i T, i T + T]; neighbours share their end token. At least T + 1 tokens
-// are needed; the tail that fills no window is unused but still checked against the vocabulary.
+// The files are one stream in the order given, with nothing put between them. Samples are windows of T + 1 tokens:
+// sample i is tokens [i T, i T + T]; neighbours share their end token. So N tokens make (N - 1) / T samples: at least
+// T + 1 tokens are needed, and the tail that fills no window is unused but still checked against the vocabulary.
+// Indices go on past one epoch: index e * num_samples() + p is place p of epoch e, shuffled by (seed, e) when
+// config.shuffle is set. Files are mapped, never copied or written; they must not be cut short while in use.
 class TokenDataset {
  public:
   virtual ~TokenDataset() = default;
   virtual int64_t num_tokens() const = 0;
-  virtual int64_t num_samples() const = 0;   // of one epoch
-  virtual int64_t vocab_size() const = 0;    // 0: the files do not say
-  // Writes T inputs and T targets of the global sample index (epoch = index / num_samples). Pure, any thread.
+  virtual int64_t num_samples() const = 0;  // of one epoch
+  virtual int64_t vocab_size() const = 0;   // 0: the files do not say
+  // Tokenizer::serialized() of what made the ids, for checkpoints; empty: the files do not say.
+  virtual const std::string& tokenizer() const = 0;
+  // Writes T inputs and T targets of the global sample index. Pure, any thread.
   virtual void sample(int64_t index, int32_t* inputs, int32_t* targets) const = 0;
 };
 
-// Opens, maps and checks: every id < vocab_size (0: whatever the data say). kInvalidArgument / kNotFound with file,
-// byte offset and both numbers.
+// Opens, maps and checks: every id < vocab_size (0: whatever the data say). "auto" takes a folder as shards, a .bin
+// file as llm.c's when its magic says so and as headerless uint16 otherwise, and anything else as text.
+// kInvalidArgument / kNotFound with file, byte offset and both numbers. Text with a tokenizer.json is encoded here, by
+// every rank: `prepare` does it once.
 Result<std::unique_ptr<TokenDataset>> open_dataset(const std::vector<std::string>& paths, const DataConfig& config,
                                                    int64_t T, uint64_t seed, int64_t vocab_size);
 

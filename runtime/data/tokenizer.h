@@ -24,7 +24,8 @@ class Tokenizer {
 };
 
 std::unique_ptr<Tokenizer> create_byte_tokenizer();
-// Byte-level BPE of a Hugging Face tokenizer.json (GPT-2, Llama 3, Qwen, SmolLM). Unsupported parts are refused by name.
+// Byte-level BPE of a Hugging Face tokenizer.json (GPT-2, Llama 3, Qwen, SmolLM). Unsupported parts are refused by
+// name.
 Result<std::unique_ptr<Tokenizer>> create_bpe_tokenizer(std::string_view tokenizer_json, const std::string& origin);
 // "bytes", a path, or what serialized() returned.
 Result<std::unique_ptr<Tokenizer>> create_tokenizer(const std::string& spec);
