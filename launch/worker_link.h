@@ -14,6 +14,12 @@
 
 namespace kintsugi::launch {
 
+// What a rank passes on the way into a generation; the recovery report is made of these times.
+enum class EntryMilestone {
+  kCommunicator,  // the new communicator stands
+  kState,         // this rank's state is in place, and known to equal its peers'
+};
+
 class WorkerLink {
  public:
   virtual ~WorkerLink() = default;
@@ -21,16 +27,22 @@ class WorkerLink {
   // Raised by the agent the moment this generation is over.
   virtual StopToken stop_token(int64_t generation) const = 0;
 
-  // Progress. Each is a store to the shared page, no system call.
+  // Progress. Each is a store to the shared page, no system call (but for the first step of a generation).
   virtual void begun(int64_t step) = 0;
   virtual void left_vote(const VoteOutcome& vote) = 0;  // gradients of vote.step are complete here
-  virtual void updated(int64_t step) = 0;               // also after a fetch or load: "my state is of this step"; -1: no state
+  // The state is of this step. After an initialisation, fetch or load, too: then gradients and vote of any other
+  // step are forgotten. -1: no state, before one begins to overwrite it.
+  virtual void updated(int64_t step) = 0;
+  // A sign of life between steps, from work that takes long: validation, saving.
+  virtual void alive() = 0;
+  virtual void entered(EntryMilestone milestone) = 0;
 
   // The generation is over: this worker has stopped, its streams are drained, its counters are final. Waits for the
   // verdict of a newer generation than `generation`.
   virtual Result<Verdict> await_verdict(int64_t generation, Deadline deadline) = 0;
 
-  // True once for entry `index` of fault.kill in the job's life, whichever incarnation asks: the agent remembers.
+  // True once for entry `index` of fault.kill in the job's life, whichever incarnation asks: the agent remembers. The
+  // time of the answer is noted as the time of death.
   virtual bool claim_fault(int64_t index) = 0;
 
   // Set by a signal to the agents: finish the step, save, leave. The vote spreads it to all ranks.
@@ -45,7 +57,8 @@ class WorkerLink {
 
   // One line of text or JSON for the agent to relay: progress, metrics. `topic`: "metrics", "log", "summary".
   virtual Status publish(std::string_view topic, std::string_view payload) = 0;
-  // The run is complete here; the process ends with exit code 0 soon after.
+  // The run is complete here. Waits until it is complete on every rank: then ok, and the process ends. kAborted when a peer died
+  // before that: this rank is still needed; await the next verdict.
   virtual Status finished(std::string_view summary_json) = 0;
 };
 
