@@ -54,7 +54,8 @@ def lines_of(serialised: bytes) -> list[bytes]:
     position = 2
     version, _, _ = integers(3)
     if version == 3:  # names the native encoding
-        position += integers(1)[0]
+        (size,) = integers(1)
+        position += size
     flags, count = integers(2)
     if flags & 0xFF != R_CHARACTER_VECTOR:
         raise CorpusError(f"R type {flags & 0xFF}, a character vector is {R_CHARACTER_VECTOR}")
