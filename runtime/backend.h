@@ -38,7 +38,9 @@ class Buffer {
   }
   void* data() const { return data_; }
   template <class T>
-  T* as() const { return static_cast<T*>(data_); }
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
   int64_t size_bytes() const { return size_bytes_; }
 
  private:
@@ -50,6 +52,14 @@ class Buffer {
   void* data_ = nullptr;
   int64_t size_bytes_ = 0;
   std::function<void(void*)> release_;
+};
+
+// Sees every operation as it is launched: timelines and profiles. On the CPU an operation is done by then, so the
+// time since the previous call is the operation's. Called on the stream's thread; must not block or allocate.
+class OpObserver {
+ public:
+  virtual ~OpObserver() = default;
+  virtual void launched(const char* what) = 0;
 };
 
 // An ordered queue of work on one device.
@@ -66,9 +76,12 @@ class Stream {
   Status launched(kernels::KernelError error, const char* what) const;
   void set_stop_token(StopToken token) { stop_ = token; }
   const StopToken& stop_token() const { return stop_; }
+  // Null: none. The observer outlives its registration.
+  void set_observer(OpObserver* observer) { observer_ = observer; }
 
  private:
   StopToken stop_;
+  OpObserver* observer_ = nullptr;
 };
 
 struct DeviceMemory {
@@ -83,8 +96,11 @@ class Backend {
   // "cpu (AVX-512, 2 threads, oneDNN 2.6.3)": for banners.
   virtual std::string description() const = 0;
   virtual const kernels::KernelTable& kernels() const = 0;
-  // 64-byte aligned (256 on a device), contents undefined. kResourceExhausted names `what`, the bytes and what is free.
+  // At least kArenaAlignment aligned, contents undefined, every page present (a step meets no page fault).
+  // kResourceExhausted names `what`, the bytes and what is free.
   virtual Result<Buffer> allocate(int64_t size_bytes, std::string_view what) = 0;
+  // To be called by the thread that will use the stream: on the CPU it also sets that thread's number of OpenMP
+  // threads.
   virtual Result<std::unique_ptr<Stream>> create_stream() = 0;
   // Any direction, ordered on `stream`.
   virtual Status copy(void* dst, const void* src, int64_t size_bytes, Stream& stream) = 0;
@@ -93,12 +109,19 @@ class Backend {
 };
 
 struct CpuBackendOptions {
-  int num_threads = 0;          // 0: as OpenMP decides (OMP_NUM_THREADS, affinity mask)
-  bool use_reference = false;   // the plain-loop kernels, for tests
+  int num_threads = 0;         // 0: as OpenMP decides (OMP_NUM_THREADS, affinity mask)
+  bool use_reference = false;  // the plain-loop kernels, for tests
 };
 std::unique_ptr<Backend> create_cpu_backend(const CpuBackendOptions& options);
 
-// Bump allocation inside one planned buffer. take() rounds each piece up to 64 bytes (256 on a device).
+// Every piece of an arena begins and ends at a multiple of this: a CUDA allocation's alignment, four cache lines.
+inline constexpr int64_t kArenaAlignment = 256;
+// Bytes that Arena::take(size_bytes) uses: what a plan adds up.
+constexpr int64_t arena_bytes(int64_t size_bytes) {
+  return (size_bytes + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
+}
+
+// Bump allocation inside one planned buffer.
 class Arena {
  public:
   explicit Arena(Buffer buffer) : buffer_(std::move(buffer)) {}

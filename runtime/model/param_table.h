@@ -22,10 +22,10 @@ struct TensorInfo {
   std::string name;            // "model.layers.0.self_attn.q_proj.weight"
   std::vector<int64_t> shape;  // (O, I), (V, C) or (C)
   int unit;
-  int64_t offset;              // elements from the start of the flat space
+  int64_t offset;  // elements from the start of the flat space
   int64_t numel;
-  bool decay;                  // weight decay: matrices only
-  bool matrix;                 // read by the kernels in the compute dtype; vectors stay fp32
+  bool decay;   // weight decay: matrices only
+  bool matrix;  // read by the kernels in the compute dtype; vectors stay fp32
   Init init;
   float init_std;
 };
@@ -46,8 +46,8 @@ class ParamTable {
   const std::vector<UnitInfo>& units() const { return units_; }
   const std::vector<TensorInfo>& tensors() const { return tensors_; }
   int num_units() const { return static_cast<int>(units_.size()); }
-  int64_t total_length() const;      // elements of the flat space, padding included
-  int64_t num_parameters() const;    // a tied table once, no padding
+  int64_t total_length() const;    // elements of the flat space, padding included
+  int64_t num_parameters() const;  // a tied table once, no padding
   const TensorInfo* find(const std::string& name) const;
 
  private:

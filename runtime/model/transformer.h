@@ -12,8 +12,15 @@
 
 namespace kintsugi::runtime {
 
-// Weights and gradients of one unit at a time, in the order forward and backward use them:
-// forward 0, 1, ..., U-1; backward U-1, ..., 1, 0. A tied table is asked for again (unit 0) by the head.
+// Weights and gradients of one unit at a time, in the order forward and backward use them.
+//   acquire/release: forward 0, 1, ..., U-1; backward U-2, ..., 1. The head's unit U-1 is held once, for its forward
+//   and
+//     backward together; the embedding's backward reads no weights. With a tied table the head acquires unit 0 inside
+//     its hold of U-1. Every acquire is followed by its release, after an error too.
+//   gradients/gradients_ready: once a unit, U-1, ..., 1, 0. With a tied table the head asks for unit 0's gradients
+//   first
+//     (its own, written with `accumulate` as given) and the embedding adds to the same memory at the very end;
+//     gradients_ready(0) still comes once, last.
 class UnitAccess {
  public:
   virtual ~UnitAccess() = default;
@@ -82,9 +89,9 @@ class PagedCacheView {
   virtual ~PagedCacheView() = default;
   virtual void* k_cache(int64_t layer) const = 0;
   virtual void* v_cache(int64_t layer) const = 0;
-  virtual const int32_t* block_tables() const = 0;   // (S, M)
-  virtual const int32_t* context_lens() const = 0;   // (S), the new token counted
-  virtual const int64_t* new_slots() const = 0;      // (S), where the new token's k, v go
+  virtual const int32_t* block_tables() const = 0;  // (S, M)
+  virtual const int32_t* context_lens() const = 0;  // (S), the new token counted
+  virtual const int64_t* new_slots() const = 0;     // (S), where the new token's k, v go
   virtual int64_t kv_block_tokens() const = 0;
   virtual int64_t block_table_width() const = 0;
 };
@@ -98,14 +105,20 @@ struct TransformerOptions {
 
 class Transformer {
  public:
-  // Bytes of activations and workspace that create() will take from its arena; for the memory plan.
-  static int64_t activation_bytes(const ModelConfig& config, const TransformerOptions& options);
-  // Takes all buffers from `arena`. `backend` outlives the model.
+  // Bytes of activations and workspace that create() will take from its arena, exactly; for the memory plan.
+  // Workspace is the kernels' own affair, so the answer depends on the backend's table.
+  static int64_t activation_bytes(const ModelConfig& config, const TransformerOptions& options,
+                                  const kernels::KernelTable& kernels = kernels::cpu::kernels());
+  // Takes all buffers from `arena`, which keeps the memory alive. `backend` and `arena` outlive the model.
+  // kInvalidArgument when the configuration or the options do not fit together.
   static Result<std::unique_ptr<Transformer>> create(const ModelConfig& config, const TransformerOptions& options,
                                                      Backend& backend, Arena& arena, Stream& stream);
   virtual ~Transformer() = default;
 
   virtual const ParamTable& params() const = 0;
+  // All calls return kInvalidArgument when the batch exceeds the options, and kAborted between two operations once the
+  // stream's stop token says so: buffers then hold a half-done step, and the next call simply overwrites them.
+  // No call allocates.
   // Gradient of the SUM of token losses into `access`. `sums` (host memory) is filled when the stream reaches it.
   virtual Status forward_backward(const MicroBatch& batch, UnitAccess& access, LossSums* sums, Stream& stream) = 0;
   virtual Status forward_loss(const MicroBatch& batch, UnitAccess& access, LossSums* sums, Stream& stream) = 0;

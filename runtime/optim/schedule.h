@@ -10,10 +10,10 @@
 namespace kintsugi::runtime {
 
 struct OptimizerConfig {
-  double lr = 1e-3;            // peak
+  double lr = 1e-3;  // peak
   double beta1 = 0.9, beta2 = 0.95, eps = 1e-8;
-  double weight_decay = 0.1;   // matrices only
-  double clip_norm = 1.0;      // global gradient norm; 0: off
+  double weight_decay = 0.1;  // matrices only
+  double clip_norm = 1.0;     // global gradient norm; 0: off
   Status validate() const;
 };
 
@@ -28,8 +28,12 @@ struct SchedulerConfig {
 void describe(ConfigTable& table, OptimizerConfig& config);
 void describe(ConfigTable& table, SchedulerConfig& config);
 
-// cosine: floor + (peak - floor) * (1 + cos(pi * p)) / 2, p = (s - warmup) / (steps - warmup).
-// Pure; `steps` is the horizon the run was started with. First rate > 0, peak reached exactly, last step at the floor.
+// The rate of `step` (1 ... steps) on a horizon of `steps`, the one that the run was started with. Pure: a resumed run
+// gets the rates of the unbroken one. Step s of a warm-up of w > 0 has peak * s / w. Step a = max(w, 1) is the last
+// one at the peak (wsd: steps - decay_ratio * steps if that is later), step `steps` is at the floor = peak *
+// min_lr_ratio, and between them, p = (s - a) / (steps - a):
+//   cosine: floor + (peak - floor) (1 + cos(pi p)) / 2      linear, wsd: floor + (peak - floor) (1 - p)
+// A warm-up that fills the run, or a run of one step, ends at the peak. "constant" stays at the peak.
 double learning_rate(const SchedulerConfig& schedule, double peak, int64_t step, int64_t steps);
 
 }  // namespace kintsugi::runtime

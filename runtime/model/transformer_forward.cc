@@ -1,0 +1,133 @@
+#include "runtime/model/transformer_impl.h"
+
+namespace kintsugi::runtime {
+
+Status TransformerImpl::run_blocks(const Pass& pass, UnitAccess& access, Stream& stream) {
+  KTG_RETURN_IF_ERROR(with_unit(0, access, stream, [&](const UnitWeights& w) {
+    const bool learned = layout_.position_table != kAbsent;
+    return stream.launched(
+        k_.embedding->forward(layer(0, pass.for_backward).stream1, pass.ids, w.matrix(layout_.token_table),
+                              learned ? pass.positions : nullptr, learned ? w.matrix(layout_.position_table) : nullptr,
+                              pass.N(), C(), options_.dtype, stream.handle()),
+        "embedding.forward");
+  }));
+  for (int64_t l = 0; l < L(); ++l) {
+    KTG_RETURN_IF_ERROR(with_unit(static_cast<int>(l) + 1, access, stream,
+                                  [&](const UnitWeights& w) { return block_forward(pass, l, w, stream); }));
+  }
+  return ok_status();
+}
+
+Status TransformerImpl::norm_forward(const NormOutputs& out, const void* residual, const float* w, const float* b,
+                                     int64_t N, Stream& stream) {
+  const auto eps = static_cast<float>(config_.norm_eps);
+  const kernels::NormKernels& k = *k_.norm;
+  kernels::KernelError error;
+  if (config_.is_gpt2()) {
+    error = residual == nullptr
+                ? k.layer_norm_forward(out.y, out.mean, out.rstd, out.stream, w, b, N, C(), eps, options_.dtype,
+                                       stream.handle())
+                : k.residual_layer_norm_forward(out.stream, out.y, out.mean, out.rstd, a_.branch, residual, w, b, N,
+                                                C(), eps, options_.dtype, stream.handle());
+  } else {
+    error = residual == nullptr ? k.rms_norm_forward(out.y, out.rstd, out.stream, w, N, C(), kernels::RowLayout{}, eps,
+                                                     options_.dtype, stream.handle())
+                                : k.residual_rms_norm_forward(out.stream, out.y, out.rstd, a_.branch, residual, w, N,
+                                                              C(), eps, options_.dtype, stream.handle());
+  }
+  return stream.launched(error, "norm.forward");
+}
+
+// A block's last addition waits in `branch` until the next norm, which adds and normalises in one pass over memory.
+Status TransformerImpl::block_forward(const Pass& pass, int64_t l, const UnitWeights& w, Stream& stream) {
+  LayerActivations& a = layer(l, pass.for_backward);
+  const BlockLayout& at = layout_.block;
+  const void* before = l == 0 ? nullptr : layer(l - 1, pass.for_backward).stream2;
+  KTG_RETURN_IF_ERROR(norm_forward({a.stream1, a.h1, a.mean1, a.rstd1}, before, w.vector(at.norm1_w),
+                                   w.vector(at.norm1_b), pass.N(), stream));
+  KTG_RETURN_IF_ERROR(attention_forward(pass, l, w, a, stream));
+  KTG_RETURN_IF_ERROR(norm_forward({a.stream2, a.h2, a.mean2, a.rstd2}, a.stream1, w.vector(at.norm2_w),
+                                   w.vector(at.norm2_b), pass.N(), stream));
+  return feed_forward(pass, w, a, stream);
+}
+
+Status TransformerImpl::attention_forward(const Pass& pass, int64_t l, const UnitWeights& w, LayerActivations& a,
+                                          Stream& stream) {
+  const BlockLayout& at = layout_.block;
+  const int64_t N = pass.N();
+  const DType dtype = options_.dtype;
+  const kernels::StreamHandle s = stream.handle();
+  KTG_RETURN_IF_ERROR(stream.launched(
+      k_.gemm->linear_forward(a.qkv_raw, a.h1, w.matrix(at.qkv_w), w.vector(at.qkv_b), N, C(), QKV(), dtype, s),
+      "qkv.forward"));
+  if (config_.qk_norm) {
+    const auto eps = static_cast<float>(config_.norm_eps);
+    KTG_RETURN_IF_ERROR(stream.launched(k_.norm->rms_norm_forward(a.qkv, a.q_rstd, a.qkv_raw, w.vector(at.q_norm),
+                                                                  N * H(), D(), {H(), QKV()}, eps, dtype, s),
+                                        "q_norm.forward"));
+    KTG_RETURN_IF_ERROR(
+        stream.launched(k_.norm->rms_norm_forward(offset(a.qkv, H() * D()), a.k_rstd, offset(a.qkv_raw, H() * D()),
+                                                  w.vector(at.k_norm), N * K(), D(), {K(), QKV()}, eps, dtype, s),
+                        "k_norm.forward"));
+  }
+  if (a_.cos_sin != nullptr) {
+    // q's heads and k's lie side by side: one call turns both.
+    KTG_RETURN_IF_ERROR(stream.launched(
+        k_.rope->rotate(a.qkv, pass.positions, a_.cos_sin, N, H() + K(), D(), QKV(), false, dtype, s), "rope.forward"));
+  }
+  const void* keys = offset(a.qkv, H() * D());
+  const void* values = offset(a.qkv_raw, (H() + K()) * D());
+  const kernels::AttentionShape shape = attention_shape(config_, pass.B, pass.T);
+  if (pass.cache != nullptr) {
+    const PagedCacheView& cache = *pass.cache;
+    KTG_RETURN_IF_ERROR(
+        stream.launched(k_.paged_attention->write_kv(cache.k_cache(l), cache.v_cache(l), keys, values,
+                                                     cache.new_slots(), N, K(), D(), QKV(), QKV(), dtype, s),
+                        "write_kv"));
+    const kernels::PagedShape paged{
+        N, H(), K(), D(), cache.kv_block_tokens(), cache.block_table_width(), QKV(), H() * D(), shape.scale};
+    KTG_RETURN_IF_ERROR(
+        stream.launched(k_.paged_attention->decode(a.o, a.qkv, cache.k_cache(l), cache.v_cache(l), cache.block_tables(),
+                                                   cache.context_lens(), paged, dtype, s),
+                        "attention.decode"));
+  } else {
+    if (pass.sink != nullptr) KTG_RETURN_IF_ERROR(pass.sink->write(l, keys, values, N, QKV(), QKV(), stream));
+    KTG_RETURN_IF_ERROR(stream.launched(
+        k_.attention->forward(a.o, pass.for_backward ? a.lse : nullptr, a.qkv, keys, values, shape, dtype, s),
+        "attention.forward"));
+  }
+  return stream.launched(
+      k_.gemm->linear_forward(a_.branch, a.o, w.matrix(at.o_w), w.vector(at.o_b), N, H() * D(), C(), dtype, s),
+      "o.forward");
+}
+
+Status TransformerImpl::feed_forward(const Pass& pass, const UnitWeights& w, LayerActivations& a, Stream& stream) {
+  const BlockLayout& at = layout_.block;
+  const int64_t N = pass.N();
+  const DType dtype = options_.dtype;
+  const kernels::StreamHandle s = stream.handle();
+  KTG_RETURN_IF_ERROR(stream.launched(
+      k_.gemm->linear_forward(a.up, a.h2, w.matrix(at.up_w), w.vector(at.up_b), N, C(), UP(), dtype, s), "up.forward"));
+  KTG_RETURN_IF_ERROR(stream.launched(config_.is_gpt2() ? k_.activation->gelu_forward(a.act, a.up, N, F(), dtype, s)
+                                                        : k_.activation->swiglu_forward(a.act, a.up, N, F(), dtype, s),
+                                      "activation.forward"));
+  return stream.launched(
+      k_.gemm->linear_forward(a_.branch, a.act, w.matrix(at.down_w), w.vector(at.down_b), N, F(), C(), dtype, s),
+      "down.forward");
+}
+
+Status TransformerImpl::final_norm(const Pass& pass, const UnitWeights& w, Stream& stream) {
+  return norm_forward({a_.stream, a_.h, a_.mean, a_.rstd}, layer(L() - 1, pass.for_backward).stream2,
+                      w.vector(layout_.norm_w), w.vector(layout_.norm_b), pass.N(), stream);
+}
+
+Status TransformerImpl::logits_of(void* logits, const void* h, int64_t N, const UnitWeights& head, UnitAccess& access,
+                                  Stream& stream) {
+  return with_head_matrix(head, access, stream, [&](const void* matrix) {
+    return stream.launched(
+        k_.gemm->linear_forward(logits, h, matrix, nullptr, N, C(), V(), options_.dtype, stream.handle()),
+        "head.forward");
+  });
+}
+
+}  // namespace kintsugi::runtime
