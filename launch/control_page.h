@@ -18,7 +18,7 @@
 
 namespace kintsugi::launch {
 
-inline constexpr int kMaxIncarnations = 8;    // of one rank at a time: worker, spares, and those being buried
+inline constexpr int kMaxIncarnations = 8;  // of one rank at a time: worker, spares, and those being buried
 inline constexpr int kMaxSnapshotSlots = 4;
 inline constexpr int kMaxFaultEntries = 512;  // of fault.kill
 
@@ -47,7 +47,7 @@ struct alignas(64) IncarnationSlot {
   // known to wait for it, so never under a reader's hands.
   alignas(64) std::atomic<uint32_t> mail_word;
   std::atomic<int64_t> verdict_generation;
-  std::atomic<int32_t> leave;      // the whole job is complete: go
+  std::atomic<int32_t> leave;  // the whole job is complete: go
   Verdict verdict;
 };
 
@@ -57,7 +57,7 @@ struct SnapshotSlot {
   std::atomic<int32_t> state;  // SnapshotSlotState
   int64_t step;
   int64_t cursor;
-  int64_t sequence;            // of the handover, from 1
+  int64_t sequence;  // of the handover, from 1
 };
 
 struct ControlPage {

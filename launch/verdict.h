@@ -36,7 +36,8 @@ struct Verdict {
   int64_t generation = 0;
   StateSource source = StateSource::kFresh;
   int64_t committed_step = 0;   // all ranks hold the state of this step before the next one begins
-  VoteOutcome vote;             // of committed_step: whoever has updated_step == committed_step - 1 applies the update with it
+  VoteOutcome vote;             // of committed_step: whoever has updated_step == committed_step - 1 applies the update with it.
+                                // vote.step != committed_step when nobody knows it any more: then nobody has to
   int32_t source_rank = -1;     // kSurvivors: whose state the joining ranks fetch
   uint64_t joining_ranks = 0;   // kSurvivors, kept for up to 64 ranks a node: bit r set = rank r has no state
   char checkpoint_dir[1024] = {};  // kCheckpoint

@@ -1,0 +1,174 @@
+#include "launch/process_worker_link.h"
+
+#include <algorithm>
+
+#include "launch/futex.h"
+
+namespace kintsugi::launch {
+namespace {
+
+using std::chrono::seconds;
+
+// The agent reads all the time; if it does not for so long, it is stopped, and this worker has no reason to go on.
+constexpr auto kSendPatience = seconds(60);
+
+}  // namespace
+
+ProcessWorkerLink::ProcessWorkerLink(ControlPage& page, int slot_index, int64_t incarnation, Channel channel)
+    : page_(page),
+      slot_(page.slots[slot_index]),
+      slot_index_(slot_index),
+      incarnation_(incarnation),
+      channel_(std::move(channel)) {}
+
+Status ProcessWorkerLink::send(MessageType type, int64_t value, std::string body) {
+  Message m;
+  m.type = type;
+  m.rank = page_.rank;
+  m.incarnation = incarnation_;
+  m.generation = generation_;
+  m.step = slot_.updated_step.load(std::memory_order_relaxed);
+  m.value = value;
+  m.body = std::move(body);
+  const std::lock_guard lock(send_mutex_);
+  return channel_.send(m, Deadline::after(kSendPatience));
+}
+
+StopToken ProcessWorkerLink::stop_token(int64_t generation) const { return {&page_.stop_generation, generation}; }
+
+void ProcessWorkerLink::begun(int64_t step) {
+  slot_.begun_step.store(step, std::memory_order_release);
+  alive();
+  if (times_.begun_ns == 0) times_.begun_ns = monotonic_ns();
+}
+
+void ProcessWorkerLink::left_vote(const VoteOutcome& vote) {
+  slot_.vote = vote;
+  slot_.reduced_step.store(vote.step, std::memory_order_release);
+  alive();
+}
+
+void ProcessWorkerLink::updated(int64_t step) {
+  if (slot_.reduced_step.load(std::memory_order_relaxed) != step) {
+    // Not the end of a vote that this rank left: an update with the verdict's outcome, a fetch, a load, or a loss.
+    slot_.vote = verdict_.vote.step == step ? verdict_.vote : VoteOutcome{};
+    if (slot_.begun_step.load(std::memory_order_relaxed) != step) slot_.begun_step.store(std::max<int64_t>(step, 0));
+    slot_.reduced_step.store(step, std::memory_order_release);
+  }
+  slot_.updated_step.store(step, std::memory_order_release);
+  alive();
+  if (!resumed_reported_ && times_.begun_ns != 0) {
+    times_.committed_ns = monotonic_ns();
+    report_resumed();
+  }
+}
+
+void ProcessWorkerLink::alive() { slot_.heartbeat.fetch_add(1, std::memory_order_relaxed); }
+
+void ProcessWorkerLink::entered(EntryMilestone milestone) {
+  (milestone == EntryMilestone::kCommunicator ? times_.communicator_ns : times_.state_ns) = monotonic_ns();
+  alive();
+}
+
+void ProcessWorkerLink::report_resumed() {
+  resumed_reported_ = true;
+  // A lost agent shows up at the next send that matters, and by the death signal.
+  (void)send(MessageType::kResumed, 0, pack(times_)).ok();
+}
+
+Result<Verdict> ProcessWorkerLink::await_verdict(int64_t generation, Deadline deadline) {
+  generation_ = std::max(generation_, generation);
+  KTG_RETURN_IF_ERROR(send(MessageType::kParked, 0, pack(page_.progress(slot_index_))));
+  while (slot_.verdict_generation.load(std::memory_order_acquire) <= generation_) {
+    const uint32_t seen = slot_.mail_word.load(std::memory_order_acquire);
+    if (slot_.verdict_generation.load(std::memory_order_acquire) > generation_) break;
+    if (deadline.passed())
+      return deadline_exceeded("no verdict on the generation after " + std::to_string(generation_));
+    futex_wait(slot_.mail_word, seen, deadline);
+  }
+  verdict_ = slot_.verdict;
+  generation_ = verdict_.generation;
+  times_ = {.entered_ns = monotonic_ns()};
+  resumed_reported_ = false;
+  alive();
+  return verdict_;
+}
+
+bool ProcessWorkerLink::claim_fault(int64_t index) {
+  if (!page_.claim_fault(index)) return false;
+  slot_.fault_ns.store(monotonic_ns(), std::memory_order_release);
+  return true;
+}
+
+bool ProcessWorkerLink::stop_requested() const { return page_.stop_requested.load(std::memory_order_relaxed) != 0; }
+
+int ProcessWorkerLink::free_snapshot_slot() {
+  for (int i = 0; i < page_.num_snapshot_slots; ++i) {
+    if (page_.snapshots[i].state.load(std::memory_order_acquire) == static_cast<int32_t>(SnapshotSlotState::kFree))
+      return i;
+  }
+  return -1;
+}
+
+Status ProcessWorkerLink::snapshot_ready(int64_t step, int64_t cursor, int slot) {
+  KTG_CHECK(slot >= 0 && slot < page_.num_snapshot_slots) << slot;
+  SnapshotSlot& s = page_.snapshots[slot];
+  s.step = step;
+  s.cursor = cursor;
+  s.sequence = page_.handed_sequence.fetch_add(1) + 1;
+  s.state.store(static_cast<int32_t>(SnapshotSlotState::kHandedOver), std::memory_order_release);
+  return send(MessageType::kSnapshot);  // a doorbell: the agent reads the page, after a death of ours, too
+}
+
+Status ProcessWorkerLink::await_snapshots(Deadline deadline) {
+  const int64_t last = page_.handed_sequence.load();
+  const StopToken stop = stop_token(generation_);
+  while (true) {
+    const uint32_t seen = page_.snapshot_word.load(std::memory_order_acquire);
+    if (page_.settled_sequence.load(std::memory_order_acquire) >= last) break;
+    if (stop.requested()) return aborted("generation " + std::to_string(generation_) + " is over");
+    if (deadline.passed()) return deadline_exceeded("waiting for snapshots to be written");
+    alive();
+    // A generation's end does not signal this word: look for it now and then.
+    futex_wait(page_.snapshot_word, seen,
+               std::min(deadline, Deadline::after(std::chrono::milliseconds(20)),
+                        [](const Deadline& a, const Deadline& b) { return a.when() < b.when(); }));
+  }
+  if (page_.failed_sequence.load() == last && last > 0) return resource_exhausted(page_.failure);
+  return ok_status();
+}
+
+Status ProcessWorkerLink::publish(std::string_view topic, std::string_view payload) {
+  std::string body(topic);
+  body.push_back('\0');
+  body.append(payload);
+  if (body.size() > Channel::kMaxBody) {
+    return invalid_argument("publish: " + std::to_string(body.size()) + " bytes, at most " +
+                            std::to_string(Channel::kMaxBody));
+  }
+  return send(MessageType::kPublish, 0, std::move(body));
+}
+
+Status ProcessWorkerLink::finished(std::string_view summary_json) {
+  if (!resumed_reported_) report_resumed();
+  KTG_RETURN_IF_ERROR(send(MessageType::kFinished, slot_.vote.stop_requested, std::string(summary_json)));
+  const StopToken stop = stop_token(generation_);
+  while (slot_.leave.load(std::memory_order_acquire) == 0) {
+    if (stop.requested()) return aborted("a peer died before it was complete");
+    const uint32_t seen = slot_.mail_word.load(std::memory_order_acquire);
+    if (slot_.leave.load(std::memory_order_acquire) != 0 || stop.requested()) continue;
+    alive();
+    // Ends by the peers' completion or by a new generation, whichever comes: no deadline of its own. The stop word
+    // is not signalled here, so look at it now and then.
+    futex_wait(slot_.mail_word, seen, Deadline::after(std::chrono::milliseconds(20)));
+  }
+  return ok_status();
+}
+
+Status ProcessWorkerLink::trouble(const Status& reason) { return send(MessageType::kTrouble, 0, reason.to_string()); }
+
+Status ProcessWorkerLink::failed(int exit_code, std::string_view message) {
+  return send(MessageType::kFailed, exit_code, std::string(message.substr(0, 8192)));
+}
+
+}  // namespace kintsugi::launch
