@@ -1,6 +1,8 @@
 #include "launch/fault_plan.h"
 
 #include <fmt/format.h>
+#include <signal.h>
+#include <unistd.h>
 
 #include <array>
 #include <utility>
@@ -49,6 +51,11 @@ Result<FaultEntry> parse_entry(const ConfigTable::Row& row, size_t index, int wo
   return entry;
 }
 
+Status kill_this_process() {
+  kill(getpid(), SIGKILL);
+  for (;;) pause();  // SIGKILL is delivered to a process, not to a call: other threads may run on for a moment
+}
+
 }  // namespace
 
 Result<FaultPoint> parse_fault_point(const std::string& name) {
@@ -72,6 +79,22 @@ Result<std::vector<FaultEntry>> FaultConfig::entries(int world_size) const {
 void describe(ConfigTable& table, FaultConfig& config) {
   table.add_rows("fault.kill", &config.kill, {"rank", "step", "point"},
                  "deliberate deaths: {rank, step, point = \"backward\"}, each once a job");
+}
+
+FaultPlan::FaultPlan(std::vector<FaultEntry> entries, int rank, std::function<bool(int64_t)> claim,
+                     std::function<Status()> die)
+    : entries_(std::move(entries)),
+      rank_(rank),
+      claim_(std::move(claim)),
+      die_(die ? std::move(die) : kill_this_process) {}
+
+Status FaultPlan::at(FaultPoint point, int64_t step) const {
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    const FaultEntry& entry = entries_[i];
+    if (entry.rank != rank_ || entry.point != point || entry.step != step) continue;
+    if (claim_(static_cast<int64_t>(i))) return die_();
+  }
+  return ok_status();
 }
 
 }  // namespace kintsugi::launch

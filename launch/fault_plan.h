@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -29,5 +30,26 @@ struct FaultConfig {
   Result<std::vector<FaultEntry>> entries(int world_size) const;
 };
 void describe(ConfigTable& table, FaultConfig& config);
+
+// The entries of one rank, in its worker.
+//   kStartUp          before a process without state takes the state of `step` - 1
+//   kDuringRecovery   in a recovery whose verdict commits `step` or `step` - 1, before the state is handed over
+//   kWrite, kRename   in the process that writes the checkpoint of `step`
+//   the others        inside the step
+class FaultPlan {
+ public:
+  // `claim(i)`: true once a job for entry i. `die` ends the process; null: SIGKILL to itself. A test's may return an
+  // error instead, which at() hands on.
+  FaultPlan(std::vector<FaultEntry> entries, int rank, std::function<bool(int64_t)> claim,
+            std::function<Status()> die = nullptr);
+  // Ok unless an entry strikes here. Costs nothing without entries.
+  Status at(FaultPoint point, int64_t step) const;
+
+ private:
+  std::vector<FaultEntry> entries_;
+  int rank_;
+  std::function<bool(int64_t)> claim_;
+  std::function<Status()> die_;
+};
 
 }  // namespace kintsugi::launch

@@ -32,6 +32,8 @@ struct WorkerEnvironment {
   bool warm_up =
       false;  // a spare: run one micro-batch over private memory, so that its first step costs no more than any
 
+  std::function<Status()> die;  // at a point of fault.kill; null: SIGKILL to itself
+
   // This rank's heap. A live worker of the same rank may be using it while a spare is created, so create() maps and
   // touches it but writes nothing. At least plan_memory().heap_bytes().
   comm::SymmetricHeap* heap = nullptr;

@@ -1,0 +1,209 @@
+#include "parallel/data_parallel.h"
+
+#include <algorithm>
+
+#include "parallel/state_memory.h"
+#include "runtime/base/deadline.h"
+
+namespace kintsugi::parallel {
+namespace {
+
+using kernels::DType;
+
+// The fewest elementwise updates that cover the flat space: neighbours with equal decay flags, padding included
+// (its weights, moments and gradients are zero and stay so).
+template <class Run>
+std::vector<Run> plan_decay_runs(const runtime::ParamTable& table) {
+  std::vector<Run> runs;
+  for (const runtime::TensorInfo& tensor : table.tensors()) {
+    if (runs.empty() || runs.back().decay != tensor.decay) {
+      const int64_t begin = runs.empty() ? 0 : tensor.offset;
+      if (!runs.empty()) runs.back().count = begin - runs.back().begin;
+      runs.push_back({begin, 0, tensor.decay});
+    }
+  }
+  if (!runs.empty()) runs.back().count = table.total_length() - runs.back().begin;
+  return runs;
+}
+
+GradientStack plan_stack(const DataParallelOptions& options) {
+  if (!options.config.fixed_order()) return {};
+  return plan_gradient_stack(options.config.virtual_shards, options.rank, options.world_size);
+}
+
+}  // namespace
+
+DataParallel::DataParallel(const runtime::ParamTable& table, const DataParallelOptions& options,
+                           runtime::Backend& backend)
+    : table_(table),
+      options_(options),
+      backend_(backend),
+      buckets_(plan_buckets(table.units(), options.first_bucket_bytes, options.bucket_bytes)),
+      decay_runs_(plan_decay_runs<DecayRun>(table)),
+      stack_(plan_stack(options)),
+      vote_(std::make_unique<Vote>(table.total_length(), losses_per_rank(options.config, options.world_size),
+                                   options.rank, options.world_size)) {
+  in_flight_.reserve(buckets_.size());
+}
+
+Result<std::unique_ptr<DataParallel>> DataParallel::create(const runtime::ParamTable& table,
+                                                           const DataParallelOptions& options,
+                                                           runtime::Backend& backend, comm::SymmetricHeap& heap) {
+  std::unique_ptr<DataParallel> parallel(new DataParallel(table, options, backend));
+  KTG_RETURN_IF_ERROR(parallel->allocate(heap));
+  return parallel;
+}
+
+Status DataParallel::allocate(comm::SymmetricHeap& heap) {
+  const StateMemory plan = plan_state_memory(table_, options_.config, options_.dtype, options_.world_size);
+  const int64_t length = table_.total_length();
+  KTG_ASSIGN_OR_RETURN(void* weights, heap.allocate(plan.weights_bytes, "weights"));
+  KTG_ASSIGN_OR_RETURN(void* moments, heap.allocate(plan.moments_bytes, "moments"));
+  KTG_ASSIGN_OR_RETURN(void* gradients, heap.allocate(plan.gradients_bytes, "gradients"));
+  KTG_ASSIGN_OR_RETURN(void* vote, heap.allocate(plan.vote_bytes, "vote"));
+  state_.weights = static_cast<float*>(weights);
+  state_.m = static_cast<float*>(moments);
+  state_.v = state_.m + length;
+  state_.length = length;
+  for (int64_t offset = 0; offset < plan.gradients_bytes / static_cast<int64_t>(sizeof(float)); offset += length) {
+    buffers_.push_back(static_cast<float*>(gradients) + offset);
+  }
+  for (const Bucket& bucket : buckets_) {
+    for (int j = 0; j < stack_.num_parts; ++j) parts_.push_back(buffers_[j] + bucket.begin);
+  }
+  vote_->attach(vote);
+  if (plan.compute_copy_bytes > 0) {
+    KTG_ASSIGN_OR_RETURN(compute_copy_, backend_.allocate(plan.compute_copy_bytes, "compute copy of the weights"));
+  }
+  return ok_status();
+}
+
+Status DataParallel::weights_changed(runtime::Stream& stream) {
+  if (options_.dtype == DType::kF32) return ok_status();
+  return stream.launched(backend_.kernels().reduce->convert(compute_copy_.data(), state_.weights, state_.length,
+                                                            options_.dtype, stream.handle()),
+                         "convert weights");
+}
+
+void DataParallel::set_communicator(comm::Communicator* communicator) {
+  in_flight_.clear();
+  completed_ = 0;
+  communicator_ = communicator;
+}
+
+Status DataParallel::fetch_state(int source, bool receive, runtime::Stream& stream, Deadline deadline) {
+  const int64_t bytes = state_.length * static_cast<int64_t>(sizeof(float));
+  for (float* part : {state_.weights, state_.m, state_.v}) {
+    KTG_ASSIGN_OR_RETURN(const comm::WorkPtr work, communicator_->fetch(part, bytes, source, receive, stream));
+    KTG_RETURN_IF_ERROR(work->wait(deadline));
+  }
+  return receive ? weights_changed(stream) : ok_status();
+}
+
+void DataParallel::begin_step(const BatchLayout& layout) {
+  layout_ = layout;
+  next_bucket_ = 0;
+  in_flight_.clear();
+  completed_ = 0;
+  exposed_ns_ = 0;
+  begin_micro_step(0);
+}
+
+void DataParallel::begin_micro_step(int64_t micro_step) {
+  micro_step_ = micro_step;
+  in_backward_ = false;
+}
+
+Result<runtime::UnitAccess::Weights> DataParallel::acquire(int unit, runtime::Stream&) {
+  KTG_RETURN_IF_ERROR(make_progress());
+  if (unit == table_.num_units() / 2 && !in_backward_) KTG_RETURN_IF_ERROR(at(StepPoint::kForward));
+  const int64_t offset = table_.units()[unit].offset;
+  const float* master = state_.weights + offset;
+  if (options_.dtype == DType::kF32) return Weights{master, master};
+  return Weights{master, compute_copy_.as<uint8_t>() + offset * kernels::size_of(options_.dtype)};
+}
+
+Status DataParallel::release(int, runtime::Stream&) { return ok_status(); }
+
+Result<runtime::UnitAccess::Gradients> DataParallel::gradients(int unit, runtime::Stream&) {
+  in_backward_ = true;
+  if (unit == table_.num_units() / 2) KTG_RETURN_IF_ERROR(at(StepPoint::kBackward));
+  const int buffer = layout_.fixed_order() ? stack_.shards[micro_step_].buffer : 0;
+  return Gradients{buffers_[buffer] + table_.units()[unit].offset, !layout_.fixed_order() && micro_step_ > 0};
+}
+
+Status DataParallel::gradients_ready(int unit, runtime::Stream& stream) {
+  if (layout_.fixed_order()) KTG_RETURN_IF_ERROR(merge_shards(unit, stream));
+  if (!last_micro_step() || !options_.overlap) return ok_status();
+  while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].last_unit >= unit) {
+    KTG_RETURN_IF_ERROR(reduce(buckets_[next_bucket_], stream));
+  }
+  return make_progress();
+}
+
+Status DataParallel::merge_shards(int unit, runtime::Stream& stream) {
+  const runtime::UnitInfo& info = table_.units()[unit];
+  const GradientStack::Shard& shard = stack_.shards[micro_step_];
+  for (int top = shard.buffer; top > shard.buffer - shard.merges; --top) {
+    float* lower = buffers_[top - 1] + info.offset;
+    KTG_RETURN_IF_ERROR(stream.launched(
+        backend_.kernels().reduce->add(lower, lower, buffers_[top] + info.offset, info.length, stream.handle()),
+        "sum of virtual shards"));
+  }
+  return ok_status();
+}
+
+Status DataParallel::reduce(const Bucket& bucket, runtime::Stream& stream) {
+  if (layout_.fixed_order()) {
+    const std::span<float* const> parts(parts_.data() + next_bucket_ * stack_.num_parts, stack_.num_parts);
+    KTG_ASSIGN_OR_RETURN(comm::WorkPtr work,
+                         communicator_->all_reduce_fixed(parts[0], parts, layout_.num_shards, bucket.count, stream));
+    in_flight_.push_back(std::move(work));
+  } else {
+    KTG_ASSIGN_OR_RETURN(comm::WorkPtr work,
+                         communicator_->all_reduce(buffers_[0] + bucket.begin, bucket.count, stream));
+    in_flight_.push_back(std::move(work));
+  }
+  return next_bucket_++ == 0 ? at(StepPoint::kMidReduce) : ok_status();
+}
+
+Status DataParallel::make_progress() {
+  while (completed_ < in_flight_.size()) {
+    KTG_ASSIGN_OR_RETURN(const bool done, in_flight_[completed_]->poll());
+    if (!done) return ok_status();
+    ++completed_;
+  }
+  return ok_status();
+}
+
+Status DataParallel::finish_reduce(runtime::Stream& stream, Deadline deadline) {
+  const int64_t begin_ns = monotonic_ns();
+  while (next_bucket_ < buckets_.size()) KTG_RETURN_IF_ERROR(reduce(buckets_[next_bucket_], stream));
+  for (; completed_ < in_flight_.size(); ++completed_) {
+    KTG_RETURN_IF_ERROR(in_flight_[completed_]->wait(deadline));
+  }
+  exposed_ns_ = monotonic_ns() - begin_ns;
+  return ok_status();
+}
+
+Result<VoteResult> DataParallel::vote(const VoteBallot& ballot, runtime::Stream& stream, Deadline deadline) {
+  return vote_->run(gradient(), ballot, *communicator_, backend_, stream, deadline);
+}
+
+Status DataParallel::update(const kernels::AdamWScalars& scalars, runtime::Stream& stream) {
+  for (size_t i = 0; i < decay_runs_.size(); ++i) {
+    const auto& [begin, count, decay] = decay_runs_[i];
+    uint8_t* copy = options_.dtype == DType::kF32
+                        ? nullptr
+                        : compute_copy_.as<uint8_t>() + begin * kernels::size_of(options_.dtype);
+    KTG_RETURN_IF_ERROR(
+        stream.launched(backend_.kernels().optimizer->adamw(state_.weights + begin, state_.m + begin, state_.v + begin,
+                                                            copy, gradient() + begin, count, &scalars, decay,
+                                                            options_.dtype, stream.handle()),
+                        "adamw"));
+    if (i == decay_runs_.size() / 2) KTG_RETURN_IF_ERROR(at(StepPoint::kMidUpdate));
+  }
+  return ok_status();
+}
+
+}  // namespace kintsugi::parallel
