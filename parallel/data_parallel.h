@@ -72,7 +72,9 @@ class DataParallel final : public runtime::UnitAccess {
   int64_t exposed_ns() const { return exposed_ns_; }
   const float* gradient() const { return buffers_[0]; }
   // What the kernels read: the master weights in fp32, else their rounded copy.
-  const void* compute_weights() const { return compute_copy_.data() != nullptr ? compute_copy_.data() : state_.weights; }
+  const void* compute_weights() const {
+    return compute_copy_.data() != nullptr ? compute_copy_.data() : state_.weights;
+  }
   const std::vector<Bucket>& buckets() const { return buckets_; }
 
   // UnitAccess.

@@ -1,0 +1,266 @@
+#include "launch/trainer.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "comm/host/host_communicator.h"
+#include "launch/trainer_impl.h"
+#include "launch/warm_up.h"
+#include "runtime/base/log.h"
+
+namespace kintsugi::launch {
+namespace {
+
+std::vector<FaultEntry> fault_entries(const RunConfig& config, int world_size) {
+  const Result<std::vector<FaultEntry>> entries = config.fault.entries(world_size);
+  return entries.ok() ? *entries : std::vector<FaultEntry>();  // create() has refused bad ones
+}
+
+// Reads a byte of each page, so that no step pays for mapping it. Nothing is written: a live process of this rank may
+// be training in the same memory.
+void touch_pages(const void* data, int64_t size_bytes) {
+  constexpr int64_t kPageBytes = 4096;
+  const volatile uint8_t* bytes = static_cast<const volatile uint8_t*>(data);
+  for (int64_t i = 0; i < size_bytes; i += kPageBytes) static_cast<void>(bytes[i]);
+}
+
+// Adds the time until the end of the scope.
+class ScopedTimer {
+ public:
+  explicit ScopedTimer(int64_t& total_ns) : total_ns_(total_ns), begin_ns_(monotonic_ns()) {}
+  ~ScopedTimer() { total_ns_ += monotonic_ns() - begin_ns_; }
+
+ private:
+  int64_t& total_ns_;
+  int64_t begin_ns_;
+};
+
+}  // namespace
+
+void use_segments(WorkerEnvironment& environment, std::vector<comm::SharedSegment*> segments,
+                  const comm::CommConfig& config) {
+  environment.heap = segments.at(environment.rank);
+  environment.create_communicator = [segments = std::move(segments), config](const comm::Membership& membership,
+                                                                             StopToken stop) {
+    return comm::create_host_communicator(membership, segments, config, stop);
+  };
+}
+
+Result<std::unique_ptr<Trainer>> Trainer::create(const RunConfig& config, const WorkerEnvironment& environment) {
+  KTG_RETURN_IF_ERROR(config.validate(environment.world_size));
+  KTG_ASSIGN_OR_RETURN(const parallel::BatchLayout layout,
+                       config.batch_layout(environment.rank, environment.world_size));
+  auto trainer = std::make_unique<TrainerImpl>(config, environment, layout);
+  KTG_RETURN_IF_ERROR(trainer->build());
+  return std::unique_ptr<Trainer>(std::move(trainer));
+}
+
+TrainerImpl::TrainerImpl(const RunConfig& config, const WorkerEnvironment& environment,
+                         const parallel::BatchLayout& layout)
+    : config_(config),
+      environment_(environment),
+      link_(*environment.link),
+      layout_(layout),
+      plan_(plan_memory(config, environment.world_size)),
+      faults_(
+          fault_entries(config, environment.world_size), environment.rank,
+          [link = environment.link](int64_t index) { return link->claim_fault(index); }, environment.die) {}
+
+TrainerImpl::~TrainerImpl() {
+  // Work in flight refers to the communicator.
+  if (parallel_) parallel_->set_communicator(nullptr);
+}
+
+Status TrainerImpl::build() {
+  const TrainingConfig& training = config_.training;
+  backend_ = runtime::create_cpu_backend({.num_threads = environment_.num_threads});
+  KTG_ASSIGN_OR_RETURN(stream_, backend_->create_stream());
+  KTG_ASSIGN_OR_RETURN(update_stream_, backend_->create_stream());
+
+  const auto seed = static_cast<uint64_t>(training.seed);
+  KTG_ASSIGN_OR_RETURN(train_data_, runtime::open_dataset(config_.data.train, config_.data, training.seq_len, seed,
+                                                          config_.model.vocab_size));
+  if (training.eval_every > 0) {
+    KTG_ASSIGN_OR_RETURN(validation_data_, runtime::open_dataset(config_.data.validation, config_.data,
+                                                                 training.seq_len, seed, config_.model.vocab_size));
+  }
+
+  const runtime::TransformerOptions options{.dtype = config_.dtype(),
+                                            .max_tokens = layout_.micro_batch * training.seq_len,
+                                            .max_seq_len = training.seq_len,
+                                            .training = true};
+  const int64_t activation_bytes = runtime::Transformer::activation_bytes(config_.model, options);
+  KTG_ASSIGN_OR_RETURN(runtime::Buffer activations, backend_->allocate(activation_bytes, "activations"));
+  arena_ = std::make_unique<runtime::Arena>(std::move(activations));
+  KTG_ASSIGN_OR_RETURN(model_, runtime::Transformer::create(config_.model, options, *backend_, *arena_, *stream_));
+
+  comm::SymmetricHeap& heap = *environment_.heap;
+  KTG_ASSIGN_OR_RETURN(snapshot_slots_, allocate_snapshot_slots(heap, plan_));
+  KTG_ASSIGN_OR_RETURN(parallel_, parallel::DataParallel::create(model_->params(),
+                                                                 {.config = config_.parallelism,
+                                                                  .dtype = config_.dtype(),
+                                                                  .rank = environment_.rank,
+                                                                  .world_size = environment_.world_size,
+                                                                  .overlap = config_.comm.overlap,
+                                                                  .first_bucket_bytes = config_.comm.first_bucket_bytes,
+                                                                  .bucket_bytes = config_.comm.bucket_bytes},
+                                                                 *backend_, heap));
+  parallel_->set_probe([this](parallel::StepPoint point) {
+    switch (point) {
+      case parallel::StepPoint::kForward:
+        return faults_.at(FaultPoint::kForward, fault_step_);
+      case parallel::StepPoint::kBackward:
+        return faults_.at(FaultPoint::kBackward, fault_step_);
+      case parallel::StepPoint::kMidReduce:
+        return faults_.at(FaultPoint::kMidReduce, fault_step_);
+      case parallel::StepPoint::kMidUpdate:
+        return faults_.at(FaultPoint::kMidUpdate, fault_step_);
+    }
+    return ok_status();
+  });
+  for (const void* part : {static_cast<const void*>(state().weights), static_cast<const void*>(state().m),
+                           static_cast<const void*>(state().v), static_cast<const void*>(parallel_->gradient())}) {
+    touch_pages(part, state().length * static_cast<int64_t>(sizeof(float)));
+  }
+
+  const int64_t share = layout_.num_micro_steps * layout_.micro_batch;
+  inputs_.assign(share * training.seq_len, 0);
+  targets_.assign(share * training.seq_len, 0);
+  losses_.assign(layout_.num_micro_steps, {});
+  if (environment_.warm_up) {
+    KTG_RETURN_IF_ERROR(warm_up(*model_, *backend_, layout_.micro_batch, training.seq_len, *stream_));
+  }
+  return ok_status();
+}
+
+Result<RunOutcome> TrainerImpl::run() {
+  if (owed_) {
+    KTG_RETURN_IF_ERROR(explained(complete_step(*owed_, /*timed=*/false)));
+    if (owed_->stop_requested != 0 && state().step < config_.training.steps) return save_and_leave();
+    owed_.reset();
+  }
+  step_end_ns_ = monotonic_ns();
+  while (state().step < config_.training.steps) {
+    const Result<VoteOutcome> vote = step(state().step + 1);
+    if (!vote.ok()) return explained(vote.status());
+    if (vote->stop_requested != 0 && state().step < config_.training.steps) return save_and_leave();
+  }
+  return finish();
+}
+
+// One optimizer step. Until update() the state is that of the step before, and the step can be dropped anywhere.
+Result<VoteOutcome> TrainerImpl::step(int64_t step) {
+  times_ = {};
+  set_check_context(environment_.rank, step);
+  KTG_RETURN_IF_ERROR(fetch(step));
+  KTG_RETURN_IF_ERROR(forward_backward(step));
+  KTG_RETURN_IF_ERROR(parallel_->finish_reduce(*stream_, collective_deadline()));
+  KTG_ASSIGN_OR_RETURN(const VoteOutcome vote, this->vote(step));
+  KTG_RETURN_IF_ERROR(update(vote));
+  KTG_RETURN_IF_ERROR(complete_step(vote, /*timed=*/true));
+  return vote;
+}
+
+Status TrainerImpl::fetch(int64_t step) {
+  const ScopedTimer timer(times_.data_ns);
+  link_.begun(step);
+  fault_step_ = step;
+  KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kData, step));
+  const int64_t T = config_.training.seq_len;
+  const int64_t first = state().cursor + layout_.first_sample;
+  const int64_t share = layout_.num_micro_steps * layout_.micro_batch;
+  for (int64_t i = 0; i < share; ++i) train_data_->sample(first + i, &inputs_[i * T], &targets_[i * T]);
+  return ok_status();
+}
+
+// The sums over ranks start inside: backward hands each bucket to the communicator as it is completed.
+Status TrainerImpl::forward_backward(int64_t) {
+  const ScopedTimer timer(times_.compute_ns);
+  const int64_t B = layout_.micro_batch, T = config_.training.seq_len;
+  parallel_->begin_step(layout_);
+  for (int64_t i = 0; i < layout_.num_micro_steps; ++i) {
+    parallel_->begin_micro_step(i);
+    const runtime::MicroBatch batch{.inputs = &inputs_[i * B * T], .targets = &targets_[i * B * T], .B = B, .T = T};
+    KTG_RETURN_IF_ERROR(model_->forward_backward(batch, *parallel_, &losses_[i], *stream_));
+  }
+  return ok_status();
+}
+
+// Left only when every rank has entered it, so every rank then holds the complete gradient.
+Result<VoteOutcome> TrainerImpl::vote(int64_t step) {
+  const ScopedTimer timer(times_.vote_ns);
+  times_.exposed_ns = parallel_->exposed_ns();
+  KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kBeforeVote, step));
+  if (!layout_.fixed_order()) {
+    for (size_t i = 1; i < losses_.size(); ++i) {
+      losses_[0].loss += losses_[i].loss;
+      losses_[0].num_tokens += losses_[i].num_tokens;
+    }
+  }
+  const std::span<const runtime::LossSums> losses(losses_.data(), layout_.fixed_order() ? losses_.size() : 1);
+  KTG_ASSIGN_OR_RETURN(const parallel::VoteResult result,
+                       parallel_->vote({.step = step, .losses = losses, .stop_requested = link_.stop_requested()},
+                                       *stream_, collective_deadline()));
+  const VoteOutcome outcome{.step = step,
+                            .gradient_norm = result.gradient_norm,
+                            .loss_sum = result.loss_sum,
+                            .num_tokens = result.num_tokens,
+                            .skip = result.skip ? 1 : 0,
+                            .stop_requested = result.stop_requested ? 1 : 0};
+  link_.left_vote(outcome);
+  KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kAfterVote, step));
+  return outcome;
+}
+
+// From the vote's bits alone, so that it can be repeated after a death. A clip factor of exactly 1 changes no bit.
+Status TrainerImpl::update(const VoteOutcome& vote) {
+  const ScopedTimer timer(times_.update_ns);
+  const runtime::OptimizerConfig& optimizer = config_.optimizer;
+  const bool clip = optimizer.clip_norm > 0 && vote.gradient_norm > optimizer.clip_norm;
+  const double factor = clip ? optimizer.clip_norm / vote.gradient_norm : 1.0;
+  const auto step = static_cast<double>(vote.step);
+  const kernels::AdamWScalars scalars{
+      .lr = static_cast<float>(lr(vote.step)),
+      .beta1 = static_cast<float>(optimizer.beta1),
+      .beta2 = static_cast<float>(optimizer.beta2),
+      .eps = static_cast<float>(optimizer.eps),
+      .weight_decay = static_cast<float>(optimizer.weight_decay),
+      .bias_correction1 = static_cast<float>(1.0 - std::pow(optimizer.beta1, step)),
+      .bias_correction2 = static_cast<float>(1.0 - std::pow(optimizer.beta2, step)),
+      .gradient_scale = static_cast<float>(factor / static_cast<double>(std::max<int64_t>(vote.num_tokens, 1))),
+      .skip = vote.skip};
+  fault_step_ = vote.step;
+  KTG_RETURN_IF_ERROR(parallel_->update(scalars, *update_stream_));
+  state().step = vote.step;
+  state().cursor += layout_.global_batch;
+  skipped_steps_ += vote.skip;
+  link_.updated(vote.step);
+  return ok_status();
+}
+
+double TrainerImpl::lr(int64_t step) const {
+  return runtime::learning_rate(config_.lr_scheduler, config_.optimizer.lr, step, config_.training.horizon());
+}
+
+Status TrainerImpl::explained(const Status& status) const {
+  if (status.ok() || !stop_.requested()) return status;
+  return aborted(fmt::format("generation {} is over: {}", generation_, status.message()));
+}
+
+Result<RunOutcome> run_generations(Trainer& trainer, WorkerLink& link) {
+  for (int64_t generation = -1;;) {
+    // The agent decides when there is news; if it dies, this process is ended with it.
+    KTG_ASSIGN_OR_RETURN(const Verdict verdict, link.await_verdict(generation, Deadline::never()));
+    generation = verdict.generation;
+    const Status entered = trainer.enter_generation(verdict);
+    if (entered.code() == StatusCode::kAborted) continue;
+    KTG_RETURN_IF_ERROR(entered);
+    const Result<RunOutcome> outcome = trainer.run();
+    if (outcome.status().code() == StatusCode::kAborted) continue;
+    return outcome;
+  }
+}
+
+}  // namespace kintsugi::launch

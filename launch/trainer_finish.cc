@@ -1,0 +1,171 @@
+#include <fmt/format.h>
+#include <sys/resource.h>
+
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "checkpoint/state_digest.h"
+#include "launch/trainer_impl.h"
+#include "runtime/base/log.h"
+
+namespace kintsugi::launch {
+namespace {
+
+// The first item of `rank`'s share of n items; shares differ by at most one.
+int64_t share_begin(int64_t n, int rank, int world_size) { return rank * n / world_size; }
+
+int64_t resident_bytes() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return usage.ru_maxrss * int64_t{1024};
+}
+
+}  // namespace
+
+bool TrainerImpl::snapshot_due(int64_t step) const {
+  const checkpoint::CheckpointConfig& c = config_.checkpoint;
+  return (c.every > 0 && step % c.every == 0) || (c.save_last && step == config_.training.steps);
+}
+
+bool TrainerImpl::validation_due(int64_t step) const {
+  const TrainingConfig& t = config_.training;
+  return t.eval_every > 0 && (step % t.eval_every == 0 || step == t.steps);
+}
+
+Status TrainerImpl::complete_step(const VoteOutcome& vote, bool timed) {
+  if (snapshot_due(vote.step)) KTG_RETURN_IF_ERROR(take_snapshot());
+  std::optional<double> validation;
+  if (validation_due(vote.step)) {
+    KTG_ASSIGN_OR_RETURN(validation, validation_loss());
+    last_validation_loss_ = validation;
+  }
+  last_vote_ = vote;
+  const int64_t now_ns = monotonic_ns();
+  times_.total_ns = now_ns - step_end_ns_;
+  step_end_ns_ = now_ns;
+  if (environment_.rank != 0) return ok_status();
+  StepReport report{.vote = vote,
+                    .generation = generation_,
+                    .lr = lr(vote.step),
+                    .tokens_seen = state().cursor * config_.training.seq_len,
+                    .skipped_steps = skipped_steps_,
+                    .flops_per_token = static_cast<double>(plan_.flops_per_token),
+                    .peak_tflops = config_.metrics.peak_tflops,
+                    .memory_bytes = resident_bytes(),
+                    .validation_loss = validation,
+                    .times = timed ? std::optional(times_) : std::nullopt};
+  return link_.publish("metrics", to_json(report));
+}
+
+// Copies this rank's shard of the state into a slot that its agent can read; a writer takes it from there.
+Status TrainerImpl::take_snapshot() {
+  const int64_t begin_ns = monotonic_ns();
+  KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kSnapshot, state().step));
+  int slot = link_.free_snapshot_slot();
+  for (; slot < 0; slot = link_.free_snapshot_slot()) {
+    if (stop_.requested()) return aborted("while waiting for a free snapshot slot");
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  const checkpoint::ShardRange range =
+      checkpoint::shard_range(state().length, environment_.rank, environment_.world_size);
+  float* out = static_cast<float*>(snapshot_slots_.at(slot));
+  for (const float* part : {state().weights, state().m, state().v}) {
+    const int64_t bytes = range.count * static_cast<int64_t>(sizeof(float));
+    KTG_RETURN_IF_ERROR(backend_->copy(out, part + range.begin, bytes, *update_stream_));
+    out += range.count;
+  }
+  KTG_RETURN_IF_ERROR(link_.snapshot_ready(state().step, state().cursor, slot));
+  times_.snapshot_ns = monotonic_ns() - begin_ns;
+  return ok_status();
+}
+
+// Batches of the micro-batch's size, shared out in ascending order and summed in ascending order: in fixed order the
+// number has the same bits at every number of ranks.
+Result<double> TrainerImpl::validation_loss() {
+  const TrainingConfig& training = config_.training;
+  const int64_t T = training.seq_len, B = layout_.micro_batch;
+  const int64_t available = validation_data_->num_samples();
+  const int64_t samples = training.eval_samples == 0 ? available : std::min(training.eval_samples, available);
+  const int64_t batches = (samples + B - 1) / B;
+  const int64_t most = (batches + environment_.world_size - 1) / environment_.world_size;
+  std::vector<runtime::LossSums> sums(environment_.world_size * most);
+  runtime::LossSums* mine = &sums[environment_.rank * most];
+  runtime::FlatUnitAccess weights(model_->params(), state().weights, parallel_->compute_weights(), nullptr,
+                                  config_.dtype());
+  const int64_t begin = share_begin(batches, environment_.rank, environment_.world_size);
+  const int64_t end = share_begin(batches, environment_.rank + 1, environment_.world_size);
+  for (int64_t b = begin; b < end; ++b) {
+    const int64_t count = std::min(B, samples - b * B);
+    for (int64_t i = 0; i < count; ++i) {
+      validation_data_->sample(b * B + i, &inputs_[i * T], &targets_[i * T]);
+    }
+    const runtime::MicroBatch batch{.inputs = inputs_.data(), .targets = targets_.data(), .B = count, .T = T};
+    KTG_RETURN_IF_ERROR(model_->forward_loss(batch, weights, &mine[b - begin], *stream_));
+  }
+  KTG_ASSIGN_OR_RETURN(const comm::WorkPtr work,
+                       communicator_->all_gather(sums.data(), mine, most * sizeof(runtime::LossSums), *stream_));
+  KTG_RETURN_IF_ERROR(work->wait(collective_deadline()));
+  double loss = 0;
+  int64_t tokens = 0;
+  for (const runtime::LossSums& sum : sums) {  // a rank's unused entries are zero
+    loss += sum.loss;
+    tokens += sum.num_tokens;
+  }
+  return loss / static_cast<double>(tokens);
+}
+
+Result<RunOutcome> TrainerImpl::save_and_leave() {
+  if (!snapshot_due(state().step)) KTG_RETURN_IF_ERROR(explained(take_snapshot()));
+  KTG_RETURN_IF_ERROR(explained(link_.await_snapshots(Deadline::never())));
+  return RunOutcome::kStopRequested;
+}
+
+Result<RunOutcome> TrainerImpl::finish() {
+  const Result<std::string> sha256 = state_sha256();
+  if (!sha256.ok()) return explained(sha256.status());
+  KTG_RETURN_IF_ERROR(explained(link_.finished(summary(*sha256))));
+  return RunOutcome::kFinished;
+}
+
+// The gather of the digests is the run's last collective, and each rank enters it with its snapshots durable: whoever
+// leaves it knows that nothing is left to do anywhere.
+Result<std::string> TrainerImpl::state_sha256() {
+  const runtime::ParamTable& table = model_->params();
+  const int64_t blocks = checkpoint::num_digest_blocks(table);
+  const int64_t most = (blocks + environment_.world_size - 1) / environment_.world_size;
+  std::vector<checkpoint::BlockDigest> gathered(environment_.world_size * most);
+  checkpoint::BlockDigest* mine = &gathered[environment_.rank * most];
+  const int64_t begin = share_begin(blocks, environment_.rank, environment_.world_size);
+  const int64_t end = share_begin(blocks, environment_.rank + 1, environment_.world_size);
+  checkpoint::digest_blocks(table, state(), begin, {mine, static_cast<size_t>(end - begin)});
+  // Ends by the end of the generation; how long a disk takes is not ours to limit.
+  KTG_RETURN_IF_ERROR(link_.await_snapshots(Deadline::never()));
+  KTG_ASSIGN_OR_RETURN(
+      const comm::WorkPtr work,
+      communicator_->all_gather(gathered.data(), mine, most * sizeof(checkpoint::BlockDigest), *stream_));
+  KTG_RETURN_IF_ERROR(work->wait(collective_deadline()));
+  std::vector<checkpoint::BlockDigest> all;
+  for (int r = 0; r < environment_.world_size; ++r) {
+    const int64_t count =
+        share_begin(blocks, r + 1, environment_.world_size) - share_begin(blocks, r, environment_.world_size);
+    all.insert(all.end(), &gathered[r * most], &gathered[r * most] + count);
+  }
+  return checkpoint::combine_digests(table, all, state().step, state().cursor);
+}
+
+std::string TrainerImpl::summary(const std::string& sha256) const {
+  nlohmann::ordered_json out;
+  out["steps"] = state().step;
+  out["samples"] = state().cursor;
+  if (last_vote_.step == state().step && last_vote_.num_tokens > 0) {
+    out["final_loss"] = last_vote_.loss_sum / static_cast<double>(last_vote_.num_tokens);
+  }
+  if (last_validation_loss_) out["validation_loss"] = *last_validation_loss_;
+  out["skipped_steps"] = skipped_steps_;
+  out["planned_memory_bytes"] = plan_.total_bytes();
+  out["resident_memory_bytes"] = resident_bytes();
+  out["state_sha256"] = sha256;
+  return out.dump();
+}
+
+}  // namespace kintsugi::launch

@@ -1,0 +1,178 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <cstring>
+
+#include "checkpoint/state_digest.h"
+#include "launch/trainer_impl.h"
+#include "runtime/base/log.h"
+
+namespace kintsugi::launch {
+namespace {
+
+// "training.steps = 24 (was 12)" for each key that differs and bears on the result.
+std::vector<std::string> changed_keys(const RunConfig& now, const RunConfig& then) {
+  const auto relevant = [](std::string toml) {
+    std::vector<std::string> lines;
+    std::string section;
+    for (size_t begin = 0; begin < toml.size();) {
+      const size_t end = toml.find('\n', begin);
+      const std::string line = toml.substr(begin, end - begin);
+      begin = end == std::string::npos ? toml.size() : end + 1;
+      if (line.starts_with('[')) section = line.substr(1, line.size() - 2);
+      const bool result = section == "training" || section == "data" || section == "optimizer" ||
+                          section == "lr_scheduler" || section == "parallelism";
+      if (result && line.find(" = ") != std::string::npos) lines.push_back(section + "." + line);
+    }
+    return lines;
+  };
+  const std::vector<std::string> a = relevant(now.to_toml()), b = relevant(then.to_toml());
+  std::vector<std::string> changes;
+  for (size_t i = 0; i < a.size() && i < b.size(); ++i) {
+    if (a[i] != b[i]) changes.push_back(fmt::format("{} (was {})", a[i], b[i].substr(b[i].find(" = ") + 3)));
+  }
+  return changes;
+}
+
+}  // namespace
+
+Status TrainerImpl::enter_generation(const Verdict& verdict) {
+  generation_ = verdict.generation;
+  stop_ = link_.stop_token(generation_);
+  stream_->set_stop_token(stop_);
+  owed_.reset();
+  return explained(enter(verdict));
+}
+
+Status TrainerImpl::enter(const Verdict& verdict) {
+  parallel_->set_communicator(nullptr);
+  communicator_.reset();
+  KTG_ASSIGN_OR_RETURN(
+      communicator_,
+      environment_.create_communicator(
+          {.generation = generation_, .rank = environment_.rank, .world_size = environment_.world_size}, stop_));
+  parallel_->set_communicator(communicator_.get());
+  set_check_context(environment_.rank, verdict.committed_step);
+  const bool joins = verdict.source != StateSource::kSurvivors || (verdict.joining_ranks >> environment_.rank & 1) != 0;
+  if (joins) {
+    link_.updated(-1);
+    KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kStartUp, verdict.committed_step + 1));
+  }
+  switch (verdict.source) {
+    case StateSource::kFresh:
+      return start_fresh();
+    case StateSource::kCheckpoint:
+      return load_checkpoint(verdict.checkpoint_dir, verdict.committed_step);
+    case StateSource::kSurvivors:
+      return join_survivors(verdict);
+  }
+  return internal_error("a verdict of unknown source");
+}
+
+Status TrainerImpl::start_fresh() {
+  runtime::TrainState& s = state();
+  runtime::init_parameters(s.weights, model_->params(), static_cast<uint64_t>(config_.training.seed), 0, s.length);
+  const int64_t bytes = s.length * static_cast<int64_t>(sizeof(float));
+  KTG_RETURN_IF_ERROR(backend_->zero(s.m, bytes, *stream_));
+  KTG_RETURN_IF_ERROR(backend_->zero(s.v, bytes, *stream_));
+  KTG_RETURN_IF_ERROR(parallel_->weights_changed(*stream_));
+  s.step = 0;
+  s.cursor = 0;
+  link_.updated(0);
+  return ok_status();
+}
+
+Status TrainerImpl::load_checkpoint(const std::string& dir, int64_t step) {
+  FileSystem& fs = FileSystem::posix();
+  KTG_ASSIGN_OR_RETURN(const checkpoint::CheckpointInfo info, checkpoint::open_checkpoint(fs, dir));
+  if (info.meta.step != step) {
+    return data_loss(fmt::format("{}: holds step {}, want step {}", dir, info.meta.step, step));
+  }
+  if (step > config_.training.steps) {
+    return failed_precondition(fmt::format("{}: the run is at step {}, training.steps = {}: nothing is left to do", dir,
+                                           step, config_.training.steps));
+  }
+  runtime::TrainState& s = state();
+  KTG_RETURN_IF_ERROR(
+      checkpoint::load_state(fs, info, model_->params(), s.weights, s.m, s.v, {.begin = 0, .count = s.length}));
+  KTG_RETURN_IF_ERROR(parallel_->weights_changed(*stream_));
+  s.step = info.meta.step;
+  s.cursor = info.meta.cursor;
+  link_.updated(s.step);
+  if (environment_.rank != 0) return ok_status();
+
+  std::string message = fmt::format("loaded step {} from {}", s.step, dir);
+  if (const Result<RunConfig> then = RunConfig::parse(info.meta.config_toml, dir); then.ok()) {
+    const std::vector<std::string> changes = changed_keys(config_, *then);
+    if (!changes.empty()) message += fmt::format("; changed since: {}", fmt::join(changes, ", "));
+    if (then->training.horizon() != config_.training.horizon() && s.step < config_.training.steps) {
+      const double before =
+          runtime::learning_rate(then->lr_scheduler, then->optimizer.lr, std::min(s.step + 1, then->training.horizon()),
+                                 then->training.horizon());
+      message += fmt::format(
+          "; the learning rate follows the curve over {} steps from here ({:.6g} at step {}, {:.6g} on the curve over "
+          "{}); training.schedule_steps = {} keeps the old one",
+          config_.training.horizon(), lr(s.step + 1), s.step + 1, before, then->training.horizon(),
+          then->training.horizon());
+    }
+  }
+  return link_.publish("log", message);
+}
+
+// Survivors keep their memory. Those that still hold the reduced gradient of the committed step make its update; ranks
+// without state copy it out of a live peer.
+Status TrainerImpl::join_survivors(const Verdict& verdict) {
+  const int64_t committed = verdict.committed_step;
+  runtime::TrainState& s = state();
+  const bool joins = (verdict.joining_ranks >> environment_.rank & 1) != 0;
+  if (!joins) {
+    KTG_CHECK(s.step == committed || s.step == committed - 1)
+        << "this rank holds step " << s.step << ", the verdict commits " << committed;
+    if (s.step == committed - 1) {
+      KTG_CHECK(verdict.vote.step == committed) << "the verdict's vote is of step " << verdict.vote.step;
+      KTG_RETURN_IF_ERROR(update(verdict.vote));
+    }
+  }
+  KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kDuringRecovery, committed));
+  KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kDuringRecovery, committed + 1));
+  KTG_RETURN_IF_ERROR(parallel_->fetch_state(verdict.source_rank, joins, *stream_, collective_deadline()));
+  if (joins) s.step = committed;
+  KTG_RETURN_IF_ERROR(compare_states(verdict.source_rank));
+  if (joins) link_.updated(committed);
+  if (verdict.vote.step == committed && committed > 0) owed_ = verdict.vote;
+  return ok_status();
+}
+
+// What travels beside the state, and the digest that shows that all hold the same.
+struct TrainerImpl::StateRecord {
+  uint64_t digest;
+  int64_t step, cursor, skipped_steps;
+};
+
+Status TrainerImpl::compare_states(int source_rank) {
+  runtime::TrainState& s = state();
+  std::vector<StateRecord> records(environment_.world_size);
+  // The cursor and the counts come from the source, then the digests of everything are compared.
+  for (const bool with_digest : {false, true}) {
+    StateRecord& mine = records[environment_.rank];
+    mine = {.digest = with_digest ? checkpoint::quick_digest(s) : 0,
+            .step = s.step,
+            .cursor = s.cursor,
+            .skipped_steps = skipped_steps_};
+    KTG_ASSIGN_OR_RETURN(const comm::WorkPtr work,
+                         communicator_->all_gather(records.data(), &mine, sizeof(StateRecord), *stream_));
+    KTG_RETURN_IF_ERROR(work->wait(collective_deadline()));
+    s.cursor = records[source_rank].cursor;
+    skipped_steps_ = records[source_rank].skipped_steps;
+  }
+  std::vector<int> others;
+  for (int r = 0; r < environment_.world_size; ++r) {
+    if (records[r].digest != records[source_rank].digest) others.push_back(r);
+  }
+  // A wrong copy must not train on: this process is replaced, and the state is taken anew.
+  KTG_CHECK(others.empty()) << fmt::format("after step {} the state of ranks {} differs from that of rank {}", s.step,
+                                           fmt::join(others, ", "), source_rank);
+  return ok_status();
+}
+
+}  // namespace kintsugi::launch

@@ -1,0 +1,41 @@
+#include "launch/warm_up.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace kintsugi::launch {
+namespace {
+
+// The same scratch for every unit.
+class ScratchAccess final : public runtime::UnitAccess {
+ public:
+  ScratchAccess(const float* weights, float* gradients) : weights_(weights), gradients_(gradients) {}
+  // Zero in fp32 is zero in every narrower type, too.
+  Result<Weights> acquire(int, runtime::Stream&) override { return Weights{weights_, weights_}; }
+  Status release(int, runtime::Stream&) override { return ok_status(); }
+  Result<Gradients> gradients(int, runtime::Stream&) override { return Gradients{gradients_, false}; }
+  Status gradients_ready(int, runtime::Stream&) override { return ok_status(); }
+
+ private:
+  const float* weights_;
+  float* gradients_;
+};
+
+}  // namespace
+
+Status warm_up(runtime::Transformer& model, runtime::Backend& backend, int64_t B, int64_t T, runtime::Stream& stream) {
+  int64_t longest = 0;
+  for (const runtime::UnitInfo& unit : model.params().units()) longest = std::max(longest, unit.length);
+  const int64_t bytes = longest * static_cast<int64_t>(sizeof(float));
+  KTG_ASSIGN_OR_RETURN(const runtime::Buffer weights, backend.allocate(bytes, "warm-up weights"));
+  KTG_ASSIGN_OR_RETURN(const runtime::Buffer gradients, backend.allocate(bytes, "warm-up gradients"));
+  KTG_RETURN_IF_ERROR(backend.zero(weights.data(), bytes, stream));
+  KTG_RETURN_IF_ERROR(backend.zero(gradients.data(), bytes, stream));
+  ScratchAccess access(weights.as<float>(), gradients.as<float>());
+  const std::vector<int32_t> tokens(B * T, 0);
+  runtime::LossSums sums;
+  return model.forward_backward({.inputs = tokens.data(), .targets = tokens.data(), .B = B, .T = T}, access, &sums,
+                                stream);
+}
+
+}  // namespace kintsugi::launch
