@@ -2,9 +2,9 @@
 //
 // Definition. Every global fp32 tensor is taken three times: "<name>" (weights), "<name>.m", "<name>.v". Each is cut,
 // row-major, into blocks of 1 MiB (262,144 elements; the last may be shorter). A block digest is SHA-256 of the block's
-// little-endian bytes. state_sha256 = SHA-256 over, for each tensor in ParamTable order, for weights then m then v, for each block:
-// the name's bytes, one zero byte, the block index (uint64 little-endian), the 32 digest bytes; and at the end the
-// step and the cursor (int64 little-endian each). Written as 64 hexadecimal digits.
+// little-endian bytes. state_sha256 = SHA-256 over, for each tensor in ParamTable order, for weights then m then v, for
+// each block: the name's bytes, one zero byte, the block index (uint64 little-endian), the 32 digest bytes; and at the
+// end the step and the cursor (int64 little-endian each). Written as 64 hexadecimal digits.
 //
 // Ranks share the work: each digests its share of the blocks, the digests are gathered, any rank combines them.
 #pragma once

@@ -1,0 +1,190 @@
+// What is saved comes back, at any world size, and only what is saved.
+#include <gmock/gmock.h>
+
+#include "checkpoint/state_digest.h"
+#include "tests/checkpoint/checkpoint_fixture.h"
+
+namespace kintsugi::checkpoint {
+namespace {
+
+using testing::HasSubstr;
+
+class RoundTripTest : public CheckpointTest {};
+
+TEST_F(RoundTripTest, ShardRangesCoverTheStateAtAnyWorldSize) {
+  for (const int64_t length : {int64_t{64}, int64_t{640}, int64_t{64} * 1001, table_.total_length()}) {
+    for (int world_size = 1; world_size <= 13; ++world_size) {
+      int64_t at = 0;
+      for (int rank = 0; rank < world_size; ++rank) {
+        const ShardRange range = shard_range(length, rank, world_size);
+        EXPECT_EQ(range.begin, at);
+        EXPECT_EQ(range.begin % runtime::kUnitAlignment, 0);
+        EXPECT_GE(range.count, 0);
+        at += range.count;
+      }
+      EXPECT_EQ(at, length);
+    }
+  }
+}
+
+TEST_F(RoundTripTest, EveryWorldSizeReadsWhatEveryOtherWrote) {
+  const runtime::TrainState whole{state_.weights.data(), state_.m.data(), state_.v.data(), table_.total_length(), 7, 168};
+  const std::string digest = state_sha256(table_, whole);
+  for (const int writers : {1, 3, 8}) {
+    KTG_ASSERT_OK(save(fs_, dir_, table_, state_, meta_at(7, writers), 1));
+    const auto info = newest_checkpoint(fs_, dir_, nullptr);
+    ASSERT_TRUE(info.ok()) << info.status().to_string();
+    EXPECT_EQ(info->meta.world_size, writers);
+    for (const int readers : {1, 2, 5, 8}) {
+      TestState loaded(table_, kSeed + 1);  // other bits: whatever is not written shows
+      std::fill(loaded.weights.begin(), loaded.weights.end(), -1.0f);  // padding must be cleared as well
+      for (int rank = 0; rank < readers; ++rank) {
+        const ShardRange range = shard_range(table_.total_length(), rank, readers);
+        KTG_ASSERT_OK(load_state(fs_, *info, table_, loaded.weights.data() + range.begin, loaded.m.data() + range.begin,
+                                 loaded.v.data() + range.begin, range));
+      }
+      EXPECT_EQ(loaded, state_) << writers << " writers, " << readers << " readers";
+      const runtime::TrainState got{loaded.weights.data(), loaded.m.data(), loaded.v.data(), table_.total_length(),
+                                    info->meta.step, info->meta.cursor};
+      EXPECT_EQ(state_sha256(table_, got), digest);
+    }
+  }
+}
+
+TEST_F(RoundTripTest, MetaComesBackWhole) {
+  CheckpointMeta meta = meta_at(7, 2);
+  meta.parent_run_id = "run-0";
+  meta.parent_step = 3;
+  meta.model.rope_theta = 1e6;
+  meta.model.norm_eps = 1.1e-6;
+  meta.tokenizer = "{\"model\": {\"vocab\": {\"\xc4\xa0\": 0}}}\n";
+  KTG_ASSERT_OK(save(fs_, dir_, table_, state_, meta, 2));
+  const auto info = open_checkpoint(fs_, dir_ + "/step-7");
+  ASSERT_TRUE(info.ok()) << info.status().to_string();
+  EXPECT_EQ(info->meta.step, 7);
+  EXPECT_EQ(info->meta.cursor, meta.cursor);
+  EXPECT_EQ(info->meta.run_id, "run-a");
+  EXPECT_EQ(info->meta.parent_run_id, "run-0");
+  EXPECT_EQ(info->meta.parent_step, 3);
+  EXPECT_EQ(info->meta.config_toml, meta.config_toml);
+  EXPECT_EQ(info->meta.tokenizer, meta.tokenizer);
+  EXPECT_EQ(info->meta.extra_json, meta.extra_json);
+  EXPECT_EQ(info->meta.model.rope_theta, 1e6);
+  EXPECT_EQ(info->meta.model.norm_eps, 1.1e-6);
+  EXPECT_EQ(info->meta.model.vocab_size, 251);
+  EXPECT_EQ(info->meta.model.family, "llama");
+  EXPECT_EQ(info->total_length, table_.total_length());
+  EXPECT_EQ(info->tensors.size(), table_.tensors().size());
+}
+
+TEST_F(RoundTripTest, WeightsAloneCanBeLoaded) {
+  KTG_ASSERT_OK(save(fs_, dir_, table_, state_, meta_at(7, 2), 1));
+  const auto info = newest_checkpoint(fs_, dir_, nullptr);
+  ASSERT_TRUE(info.ok());
+  std::vector<float> weights(state_.weights.size());
+  KTG_ASSERT_OK(load_state(fs_, *info, table_, weights.data(), nullptr, nullptr, {0, table_.total_length()}));
+  EXPECT_EQ(weights, state_.weights);
+}
+
+TEST_F(RoundTripTest, ARankThatOwnsNothingWritesAReadableFile) {
+  const int world_size = static_cast<int>(table_.total_length() / runtime::kUnitAlignment) + 3;
+  const CheckpointMeta meta = meta_at(1, world_size);
+  const auto partial = begin_checkpoint(fs_, dir_, 1, "a");
+  ASSERT_TRUE(partial.ok());
+  const int64_t half = table_.total_length() / 128 * 64;
+  std::vector<ShardRecord> records;
+  const ShardRange ranges[] = {{0, 0}, {0, half}, {half, 0}, {half, table_.total_length() - half}};
+  for (int rank = 0; rank < 4; ++rank) {
+    auto record = write_shard(fs_, *partial, table_, state_.shard(ranges[rank]), meta, rank);
+    ASSERT_TRUE(record.ok()) << record.status().to_string();
+    records.push_back(*record);
+  }
+  KTG_ASSERT_OK(commit_checkpoint(fs_, dir_, *partial, meta, table_, records, 1));
+  const auto info = newest_checkpoint(fs_, dir_, nullptr);
+  ASSERT_TRUE(info.ok()) << info.status().to_string();
+  KTG_EXPECT_OK(verify_checkpoint(fs_, *info));
+  TestState loaded(table_, kSeed + 1);
+  KTG_ASSERT_OK(load_all(fs_, *info, table_, loaded));
+  EXPECT_EQ(loaded, state_);
+}
+
+TEST_F(RoundTripTest, TheSameStateGivesTheSameBytes) {
+  for (const char* attempt : {"a", "b"}) {
+    const auto partial = begin_checkpoint(fs_, dir_, 1, attempt);
+    ASSERT_TRUE(partial.ok());
+    const ShardRange range = shard_range(table_.total_length(), 1, 3);
+    ASSERT_TRUE(write_shard(fs_, *partial, table_, state_.shard(range), meta_at(1, 3), 1).ok());
+  }
+  const auto a = fs_.read_file(dir_ + "/step-1.partial-a/rank-1.h5");
+  const auto b = fs_.read_file(dir_ + "/step-1.partial-b/rank-1.h5");
+  ASSERT_TRUE(a.ok() && b.ok());
+  EXPECT_EQ(*a, *b);
+}
+
+TEST_F(RoundTripTest, AnotherModelIsRefusedAndEachTensorNamed) {
+  KTG_ASSERT_OK(save(fs_, dir_, table_, state_, meta_at(7, 2), 1));
+  const auto info = newest_checkpoint(fs_, dir_, nullptr);
+  ASSERT_TRUE(info.ok());
+  runtime::ModelConfig other = tiny_model();
+  other.num_layers = 1;
+  other.vocab_size = 256;
+  const auto table = runtime::ParamTable::build(other);
+  TestState loaded(table);
+  const Status status = load_all(fs_, *info, table, loaded);
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  EXPECT_THAT(status.message(), HasSubstr("model.embed_tokens.weight: (251, 48) in the checkpoint, (256, 48) in the model"));
+  EXPECT_THAT(status.message(), HasSubstr("lm_head.weight"));
+  EXPECT_THAT(status.message(), HasSubstr("model.layers.1.self_attn.q_proj.weight (48, 48): only in the checkpoint"));
+  other = tiny_model();
+  other.tied_embedding = true;
+  const auto tied = runtime::ParamTable::build(other);
+  const Status untied = load_all(fs_, *info, tied, loaded);
+  EXPECT_EQ(untied.code(), StatusCode::kInvalidArgument);
+  EXPECT_THAT(untied.message(), HasSubstr("1 tensor differs: lm_head.weight (251, 48): only in the checkpoint"));
+}
+
+TEST_F(RoundTripTest, CommitRefusesShardsThatDoNotCoverTheState) {
+  const CheckpointMeta meta = meta_at(1, 2);
+  const auto partial = begin_checkpoint(fs_, dir_, 1, "a");
+  ASSERT_TRUE(partial.ok());
+  std::vector<ShardRecord> records;
+  for (int rank = 0; rank < 2; ++rank) {
+    const ShardRange range = shard_range(table_.total_length(), rank, 2);
+    records.push_back(write_shard(fs_, *partial, table_, state_.shard(range), meta, rank).value());
+  }
+  const auto commit = [&](std::vector<ShardRecord> shards) {
+    return commit_checkpoint(fs_, dir_, *partial, meta, table_, shards, 1).code();
+  };
+  EXPECT_EQ(commit({records[0]}), StatusCode::kFailedPrecondition);
+  EXPECT_EQ(commit({records[1]}), StatusCode::kFailedPrecondition);
+  EXPECT_EQ(commit({records[0], records[0], records[1]}), StatusCode::kFailedPrecondition);
+  EXPECT_EQ(newest_checkpoint(fs_, dir_, nullptr).status().code(), StatusCode::kNotFound);
+  KTG_ASSERT_OK(fs_.truncate_file(*partial + "/rank-1.h5", 100));
+  EXPECT_EQ(commit(records), StatusCode::kFailedPrecondition);
+  KTG_ASSERT_OK(fs_.remove_file(*partial + "/rank-1.h5"));
+  EXPECT_EQ(commit(records), StatusCode::kFailedPrecondition);
+}
+
+TEST_F(RoundTripTest, ShardRecordsTravelAsText) {
+  const ShardRecord record{"rank-3.h5", 64, 128, 4096, std::string(32, 'a'), 2048, std::string(32, 'b')};
+  const auto back = shard_record_from_json(to_json(record));
+  ASSERT_TRUE(back.ok()) << back.status().to_string();
+  EXPECT_EQ(to_json(*back), to_json(record));
+  EXPECT_EQ(back->head_bytes, 2048);
+  for (const char* bad : {"", "{}", "[]", "nonsense", R"({"file":"../x","begin":0,"count":0,"size_bytes":0,"xxh3":"",)"
+                                                      R"("head_bytes":0,"head_xxh3":""})"}) {
+    EXPECT_EQ(shard_record_from_json(bad).status().code(), StatusCode::kInvalidArgument) << bad;
+  }
+}
+
+TEST_F(RoundTripTest, TextThatIsNotUtf8IsRefusedNotThrown) {
+  CheckpointMeta meta = meta_at(1, 1);
+  meta.config_toml = "\xff\xfe";
+  EXPECT_EQ(save(fs_, dir_, table_, state_, meta, 1).code(), StatusCode::kInvalidArgument);
+  meta = meta_at(1, 1);
+  meta.extra_json = "[1]";
+  EXPECT_EQ(save(fs_, dir_, table_, state_, meta, 1).code(), StatusCode::kInvalidArgument);
+}
+
+}  // namespace
+}  // namespace kintsugi::checkpoint
