@@ -35,13 +35,13 @@ Result<Algorithm> parse_algorithm(std::string_view name);
 std::string_view name_of(Algorithm a);
 
 struct CommConfig {
-  std::string algorithm = "auto";   // "auto" (the tuning table, else built-in rules), "direct", "ring", "tree"
-  int64_t chunk_bytes = 0;          // 0: the table's or the algorithm's own
-  std::string tuning_file;          // what `comm_bench --tune` wrote
-  bool overlap = true;              // reduce buckets while backward runs
-  int64_t bucket_bytes = 4 << 20;   // upper size of a gradient bucket
+  std::string algorithm = "auto";  // "auto" (the tuning table, else built-in rules), "direct", "ring", "tree"
+  int64_t chunk_bytes = 0;         // 0: the table's or the algorithm's own
+  std::string tuning_file;         // what `comm_bench --tune` wrote
+  bool overlap = true;             // reduce buckets while backward runs
+  int64_t bucket_bytes = 4 << 20;  // upper size of a gradient bucket
   int64_t first_bucket_bytes = 1 << 20;
-  int64_t timeout_ms = 60'000;      // a collective that takes longer is a hang
+  int64_t timeout_ms = 60'000;  // a collective that takes longer is a hang
   Status validate() const;
 };
 void describe(ConfigTable& table, CommConfig& config);
@@ -67,6 +67,8 @@ class SymmetricHeap {
   virtual bool contains(const void* p, int64_t size_bytes) const = 0;
   virtual int64_t capacity_bytes() const = 0;
   virtual int64_t used_bytes() const = 0;
+  // Its first byte, as this process addresses it.
+  virtual uint8_t* data() const = 0;
 };
 
 class Communicator {

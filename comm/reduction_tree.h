@@ -18,8 +18,10 @@ struct LeafRange {
   bool operator==(const LeafRange&) const = default;
 };
 
+// Where an inner node [begin, end) splits: begin + the largest power of two below its size.
+int64_t tree_split(LeafRange node);
 LeafRange owned_leaves(int64_t num_leaves, int rank, int world_size);
-// Ascending; at most 2 log2(V) of them.
+// Ascending; at most 2 log2(V) of them (none when there are fewer leaves than ranks and this rank has none).
 std::vector<LeafRange> maximal_subtrees(int64_t num_leaves, LeafRange owned);
 
 }  // namespace kintsugi::comm

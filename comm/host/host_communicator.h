@@ -9,8 +9,8 @@
 
 namespace kintsugi::comm {
 
-// `segments[r]` is rank r's, all mapped by this process; they outlive the communicator. Nothing is exchanged and nothing
-// waits: the first collective of the generation synchronises. `stop` is checked inside every wait.
+// `segments[r]` is rank r's, all mapped by this process; they outlive the communicator. Nothing is exchanged and
+// nothing waits: the first collective of the generation synchronises. `stop` is checked inside every wait.
 Result<std::unique_ptr<Communicator>> create_host_communicator(const Membership& membership,
                                                                std::vector<SharedSegment*> segments,
                                                                const CommConfig& config, StopToken stop);

@@ -1,7 +1,7 @@
 // One rank's shared memory: a memfd that the rank's agent creates, so that it outlives the worker. Layout:
 // a header (magic, sizes), the communicator's flag and staging area, then the symmetric heap.
 // All fields that processes share are lock-free atomics tagged with the generation, so nothing needs
-// to be cleared after a crash. The format is private to one build of one job.
+// to be cleared after a crash. The format is private to one build of one job (comm/peer/layout.h).
 #pragma once
 
 #include <cstdint>
@@ -11,14 +11,17 @@
 
 namespace kintsugi::comm {
 
+struct ControlBlock;
+
 class SharedSegment final : public SymmetricHeap {
  public:
   // Bytes a segment needs for `heap_bytes` of heap and `world_size` ranks.
   static int64_t segment_bytes(int64_t heap_bytes, int world_size);
-  // Creates the memfd (close-on-exec, sealed against shrinking) and reserves its pages: kResourceExhausted names the bytes
-  // and the limit that stands against them. Returns the descriptor; the caller owns it.
+  // Creates the memfd (close-on-exec, sealed against shrinking) and reserves its pages: kResourceExhausted names the
+  // bytes and the limit that stands against them. Returns the descriptor; the caller owns it.
   static Result<int> create_fd(int64_t heap_bytes, int world_size, int rank);
-  // Maps a descriptor (which may be closed afterwards). Checks the header: kFailedPrecondition when it is not one of ours.
+  // Maps a descriptor (which may be closed afterwards). Checks the header: kFailedPrecondition when it is not one of
+  // ours.
   static Result<std::unique_ptr<SharedSegment>> map(int fd);
   ~SharedSegment() override;
 
@@ -28,6 +31,8 @@ class SharedSegment final : public SymmetricHeap {
   bool contains(const void* p, int64_t size_bytes) const override;
   int64_t capacity_bytes() const override;
   int64_t used_bytes() const override;
+  uint8_t* data() const override;
+  ControlBlock& control() const;
   // The same heap offset in another rank's mapping.
   void* translate(const void* own, const SharedSegment& peer) const;
   uint8_t* base() const { return base_; }

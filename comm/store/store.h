@@ -1,6 +1,7 @@
 // A small key-value service for rendezvous: rank 0 serves it over TCP, everybody is a client. Keys are
 // paths ("gen/3/addr/0"), values are bytes (at most 1 MiB). Wire format: comm/store/PROTOCOL.md.
-// Thread safe; each call carries its Deadline to the server, so a lost server ends in kDeadlineExceeded or kUnavailable.
+// Thread safe; each call carries its Deadline to the server, so a lost server ends in kDeadlineExceeded or
+// kUnavailable.
 #pragma once
 
 #include <cstdint>

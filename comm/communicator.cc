@@ -1,0 +1,59 @@
+#include "comm/communicator.h"
+
+namespace kintsugi::comm {
+
+Result<Algorithm> parse_algorithm(std::string_view name) {
+  for (Algorithm a : {Algorithm::kAuto, Algorithm::kDirect, Algorithm::kRing, Algorithm::kTree}) {
+    if (name == name_of(a)) return a;
+  }
+  return invalid_argument("comm.algorithm = \"" + std::string(name) +
+                          "\": allowed are \"auto\", \"direct\", \"ring\", \"tree\"");
+}
+
+std::string_view name_of(Algorithm a) {
+  switch (a) {
+    case Algorithm::kAuto:
+      return "auto";
+    case Algorithm::kDirect:
+      return "direct";
+    case Algorithm::kRing:
+      return "ring";
+    case Algorithm::kTree:
+      return "tree";
+  }
+  return "unknown";
+}
+
+Status CommConfig::validate() const {
+  KTG_RETURN_IF_ERROR([this]() -> Status {
+    auto parsed = parse_algorithm(algorithm);
+    return parsed.ok() ? ok_status() : parsed.status();
+  }());
+  auto value_error = [](const char* key, int64_t value, const char* allowed) {
+    return invalid_argument(std::string(key) + " = " + std::to_string(value) + ": must be " + allowed);
+  };
+  if (chunk_bytes != 0 && (chunk_bytes < 256 || chunk_bytes % 64 != 0)) {
+    return value_error("comm.chunk_bytes", chunk_bytes, "0 (chosen by size), or a multiple of 64, at least 256");
+  }
+  if (bucket_bytes < 4 || bucket_bytes % 4 != 0) {
+    return value_error("comm.bucket_bytes", bucket_bytes, "a positive multiple of 4");
+  }
+  if (first_bucket_bytes < 4 || first_bucket_bytes % 4 != 0) {
+    return value_error("comm.first_bucket_bytes", first_bucket_bytes, "a positive multiple of 4");
+  }
+  if (timeout_ms < 1) return value_error("comm.timeout_ms", timeout_ms, "at least 1");
+  return ok_status();
+}
+
+void describe(ConfigTable& table, CommConfig& c) {
+  table.add("comm.algorithm", &c.algorithm, "how gradients are summed; auto: the tuning table, else rules by size",
+            {"auto", "direct", "ring", "tree"});
+  table.add("comm.chunk_bytes", &c.chunk_bytes, "piece that the algorithm works in; 0: chosen by size");
+  table.add("comm.tuning_file", &c.tuning_file, "table (size -> algorithm, chunk) that `comm_bench --tune` wrote");
+  table.add("comm.overlap", &c.overlap, "reduce gradient buckets while the backward pass runs");
+  table.add("comm.bucket_bytes", &c.bucket_bytes, "upper size of a gradient bucket");
+  table.add("comm.first_bucket_bytes", &c.first_bucket_bytes, "size of the bucket that is ready first");
+  table.add("comm.timeout_ms", &c.timeout_ms, "a collective that takes longer counts as hung");
+}
+
+}  // namespace kintsugi::comm

@@ -1,0 +1,95 @@
+// What one rank shows its peers: flags, call descriptors and staging memory, in memory that all ranks of a
+// world address (mapped segments, or plain memory of one process).
+//
+// Every word has one writer, its owner, and holds a stamp: the generation in the upper bits, a counter
+// in the lower. A waiter waits for "at least (my generation, n)". Counters start anew in each generation,
+// so a word that a dead generation left behind is simply too small, whatever it says, and needs no clearing.
+//
+// Call number n (from 1) of a generation lives in slot n % kMaxInFlight. Its plain fields are written before `posted`
+// is stored (release) and read after it was seen (acquire); they are written again for call n + kMaxInFlight only when
+// every peer has completed call n.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "comm/communicator.h"
+
+namespace kintsugi::comm {
+
+inline constexpr int kMaxWorldSize = 64;
+inline constexpr int kMaxInFlight = 16;
+inline constexpr int kMaxParts = 16;                     // of all_reduce_fixed: 2 log2(64) = 12 at most
+inline constexpr int kMaxLanes = 4;                      // progress counters of one call; the double tree uses all
+inline constexpr int64_t kPayloadBytes = 16 << 10;       // calls up to this size travel inside the slot
+inline constexpr int64_t kStagingHalfBytes = 512 << 10;  // unregistered memory passes through two of these
+
+// Stamps. 2^20 generations a job; 2^44 counts a generation.
+inline constexpr int kCountBits = 44;
+inline constexpr int64_t kMaxGeneration = (int64_t{1} << 20) - 1;
+constexpr uint64_t make_stamp(int64_t generation, int64_t count) {
+  return static_cast<uint64_t>(generation) << kCountBits | static_cast<uint64_t>(count);
+}
+constexpr int64_t generation_of(uint64_t stamp) { return static_cast<int64_t>(stamp >> kCountBits); }
+constexpr int64_t count_of(uint64_t stamp) { return static_cast<int64_t>(stamp & ((uint64_t{1} << kCountBits) - 1)); }
+
+// A stamp on a cache line of its own.
+struct alignas(64) Word {
+  std::atomic<uint64_t> stamp{0};
+};
+
+enum class OpKind : uint8_t {
+  kBarrier = 1,
+  kAllReduce,
+  kAllReduceFixed,
+  kReduceScatter,
+  kAllGather,
+  kBroadcast,
+  kFetch
+};
+const char* name_of(OpKind kind);
+
+// What must be equal on every rank.
+struct Call {
+  OpKind kind{};
+  Algorithm algorithm{};
+  int16_t num_leaves = 0;  // kAllReduceFixed
+  int32_t root = -1;       // kBroadcast, kFetch
+  int64_t size_bytes = 0;  // all_reduce: of x; reduce_scatter, all_gather: of one rank's share
+  int64_t chunk_bytes = 0;
+  bool operator==(const Call&) const = default;
+};
+
+struct alignas(64) Slot {
+  // The first line is all that most calls read of a peer.
+  std::atomic<uint64_t> posted{0};
+  Call call;
+  bool staged = false;    // my memory is not in my heap: it passes through my staging area
+  bool receives = true;   // kFetch: this rank takes the data
+  int32_t num_parts = 0;  // kAllReduceFixed
+  int64_t in_offset = 0;  // of my memory in my heap
+  int64_t out_offset = 0;
+  alignas(64) int64_t part_offsets[kMaxParts] = {};
+  Word lanes[kMaxLanes];  // steps done of this call, counted on from those of the calls before it in this slot
+};
+
+struct ControlBlock {
+  Word completed;  // last call completed here
+  Word failed;     // stamped with the generation in which this rank gave up (count: its StatusCode)
+  // Peers about to sleep raise `sleepers`; the owner, after a publication, rings `bell` (a futex) if it is up.
+  alignas(64) std::atomic<uint32_t> sleepers{0};
+  alignas(64) std::atomic<uint32_t> bell{0};
+  Slot slots[kMaxInFlight];
+  alignas(64) uint8_t payload[kMaxInFlight][kPayloadBytes] = {};
+  alignas(64) uint8_t staging[2][kStagingHalfBytes] = {};
+};
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
+
+// One rank's memory as this process addresses it.
+struct PeerMemory {
+  ControlBlock* control = nullptr;
+  uint8_t* heap = nullptr;
+  int64_t heap_bytes = 0;
+};
+
+}  // namespace kintsugi::comm
