@@ -4,34 +4,15 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "kernels/cpu/isa.h"
 #include "runtime/backend.h"
 #include "runtime/host_memory.h"
-
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 namespace kintsugi::runtime {
 namespace {
 
 constexpr int64_t kPageBytes = 4096;
 constexpr int64_t kHugePageBytes = 2 << 20;
-
-int default_threads() {
-#ifdef _OPENMP
-  return omp_get_max_threads();
-#else
-  return 1;
-#endif
-}
-
-void use_threads(int num_threads) {
-#ifdef _OPENMP
-  omp_set_num_threads(num_threads);
-#else
-  static_cast<void>(num_threads);
-#endif
-}
 
 class CpuStream final : public Stream {
  public:
@@ -49,8 +30,8 @@ class CpuBackend final : public Backend {
   DeviceKind kind() const override { return DeviceKind::kCpu; }
 
   std::string description() const override {
-    return std::string(reference_ ? "cpu reference (" : "cpu (") + std::to_string(num_threads_) +
-           (num_threads_ == 1 ? " thread, " : " threads, ") + table_.gemm->library() + ")";
+    return std::string("cpu (") + (reference_ ? "reference" : kernels::cpu::isa_name()) + ", " +
+           std::to_string(num_threads_) + (num_threads_ == 1 ? " thread, " : " threads, ") + table_.gemm->library() + ")";
   }
 
   const kernels::KernelTable& kernels() const override { return table_; }
@@ -73,7 +54,7 @@ class CpuBackend final : public Backend {
   }
 
   Result<std::unique_ptr<Stream>> create_stream() override {
-    use_threads(num_threads_);
+    kernels::cpu::set_num_threads(num_threads_);
     return std::unique_ptr<Stream>(std::make_unique<CpuStream>());
   }
 
@@ -105,8 +86,8 @@ class CpuBackend final : public Backend {
 }  // namespace
 
 std::unique_ptr<Backend> create_cpu_backend(const CpuBackendOptions& options) {
-  const int num_threads = options.num_threads > 0 ? options.num_threads : default_threads();
-  use_threads(num_threads);
+  const int num_threads = options.num_threads > 0 ? options.num_threads : kernels::cpu::num_threads();
+  kernels::cpu::set_num_threads(num_threads);
   return std::make_unique<CpuBackend>(options.use_reference ? kernels::reference::kernels() : kernels::cpu::kernels(),
                                       num_threads, options.use_reference);
 }

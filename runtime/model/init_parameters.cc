@@ -8,6 +8,9 @@
 #include "runtime/base/philox.h"
 #include "runtime/model/param_table.h"
 
+// Inlined into each of its callers, so that it is compiled for each of their instruction sets.
+#define KTG_INLINE [[gnu::always_inline]] inline
+
 namespace kintsugi::runtime {
 namespace {
 
@@ -16,32 +19,33 @@ constexpr int64_t kNormals = 4 * kLanes;  // normals a group
 using Words = uint32_t[4][kLanes];
 
 // philox4x32 of runtime/base/philox.h on kLanes consecutive indices from `first`.
-void philox_lanes(Words& w, uint64_t seed, uint64_t first) {
+KTG_INLINE void philox_lanes(Words& w, uint64_t seed, uint64_t first) {
   for (int64_t i = 0; i < kLanes; ++i) {
     const uint64_t index = first + static_cast<uint64_t>(i);
-    w[0][i] = static_cast<uint32_t>(index);
-    w[1][i] = static_cast<uint32_t>(index >> 32);
-    w[2][i] = 0;
-    w[3][i] = static_cast<uint32_t>(RandomPurpose::kInitialWeights);
-  }
-  uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
-  for (int round = 0; round < 10; ++round) {
-    for (int64_t i = 0; i < kLanes; ++i) {
-      const uint64_t p0 = uint64_t{0xD2511F53} * w[0][i];
-      const uint64_t p1 = uint64_t{0xCD9E8D57} * w[2][i];
-      w[0][i] = static_cast<uint32_t>(p1 >> 32) ^ w[1][i] ^ key0;
-      w[1][i] = static_cast<uint32_t>(p1);
-      w[2][i] = static_cast<uint32_t>(p0 >> 32) ^ w[3][i] ^ key1;
-      w[3][i] = static_cast<uint32_t>(p0);
+    uint32_t c0 = static_cast<uint32_t>(index), c1 = static_cast<uint32_t>(index >> 32), c2 = 0;
+    uint32_t c3 = static_cast<uint32_t>(RandomPurpose::kInitialWeights);
+    uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
+#pragma GCC unroll 10
+    for (int round = 0; round < 10; ++round) {
+      const uint64_t p0 = uint64_t{0xD2511F53} * c0;
+      const uint64_t p1 = uint64_t{0xCD9E8D57} * c2;
+      c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ key0;
+      c1 = static_cast<uint32_t>(p1);
+      c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ key1;
+      c3 = static_cast<uint32_t>(p0);
+      key0 += 0x9E3779B9;
+      key1 += 0xBB67AE85;
     }
-    key0 += 0x9E3779B9;
-    key1 += 0xBB67AE85;
+    w[0][i] = c0;
+    w[1][i] = c1;
+    w[2][i] = c2;
+    w[3][i] = c3;
   }
 }
 
 // sqrt(-2 ln u) for u = (top 24 bits of word + 1) / 2^24, in (0, 1]. The logarithm splits u into 2^e (1 + f),
 // 1 + f in [sqrt(1/2), sqrt(2)); ln(1 + f) = f + f^2 p(f) with p fitted at Chebyshev nodes (error 4e-8).
-inline float radius(uint32_t word) {
+KTG_INLINE float radius(uint32_t word) {
   const float u = static_cast<float>(static_cast<int32_t>(word >> 8) + 1) * 0x1p-24f;
   constexpr int32_t kRootHalf = 0x3f3504f3;  // bits of sqrt(1/2)
   const int32_t shifted = std::bit_cast<int32_t>(u) - kRootHalf;
@@ -62,7 +66,7 @@ inline float radius(uint32_t word) {
 
 // r cos and r sin of the angle of `word` / 2^32 turns: the top two bits choose the quarter, the rest is an angle
 // t quarter turns, t in [-1/2, 1/2), whose sine and cosine are polynomials in t^2 (errors below 5e-9).
-inline void polar(float r, uint32_t word, float* a, float* b) {
+KTG_INLINE void polar(float r, uint32_t word, float* a, float* b) {
   const float t = static_cast<float>(static_cast<int32_t>((word << 2) >> 8) - (1 << 23)) * 0x1p-24f;
   const float z = t * t;
   const float sine = t * (((-0.004602149f * z + 0.07968022f) * z - 0.6459635f) * z + 1.5707964f);
@@ -75,7 +79,7 @@ inline void polar(float r, uint32_t word, float* a, float* b) {
 }
 
 // Standard normals number group * kNormals + 0 ... kNormals - 1; number n comes from words of index n / 4.
-void normal_group(float* out, uint64_t seed, int64_t group) {
+KTG_INLINE void normal_group_body(float* out, uint64_t seed, int64_t group) {
   Words w;
   philox_lanes(w, seed, static_cast<uint64_t>(group * kLanes));
   float n[4][kLanes];
@@ -88,8 +92,27 @@ void normal_group(float* out, uint64_t seed, int64_t group) {
   }
 }
 
+// The same loops compiled for wider registers: the same bits, since lanes do not meet and nothing is contracted.
+using NormalGroup = void (*)(float*, uint64_t, int64_t);
+void normal_group_plain(float* out, uint64_t seed, int64_t group) { normal_group_body(out, seed, group); }
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) void normal_group_avx2(float* out, uint64_t seed, int64_t group) {
+  normal_group_body(out, seed, group);
+}
+__attribute__((target("avx512f,avx512dq"))) void normal_group_avx512(float* out, uint64_t seed, int64_t group) {
+  normal_group_body(out, seed, group);
+}
+NormalGroup widest_normal_group() {
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) return normal_group_avx512;
+  return __builtin_cpu_supports("avx2") ? normal_group_avx2 : normal_group_plain;
+}
+#else
+NormalGroup widest_normal_group() { return normal_group_plain; }
+#endif
+
 // out[i] = std * (normal number begin + i).
 void fill_normal(float* out, uint64_t seed, int64_t begin, int64_t count, float std) {
+  static const NormalGroup normal_group = widest_normal_group();
   float group[kNormals];
   for (int64_t at = begin; at < begin + count;) {
     const int64_t inside = at % kNormals;
