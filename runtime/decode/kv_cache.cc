@@ -28,7 +28,7 @@ Result<int64_t> KvCacheShape::planned_bytes() const {
   }
   int64_t tokens = 0, bytes = 0;
   if (__builtin_mul_overflow(kv_block_tokens, num_kv_blocks, &tokens) ||
-      __builtin_mul_overflow(tokens, bytes_per_token(), &bytes)) {
+      __builtin_mul_overflow(tokens, bytes_per_token(), &bytes) || bytes > INT64_MAX / 4) {
     return invalid_argument("kv cache of " + std::to_string(num_kv_blocks) + " kv_blocks of " +
                             std::to_string(kv_block_tokens) + " tokens: larger than any memory");
   }
