@@ -7,7 +7,7 @@
 namespace kintsugi::runtime::testing {
 namespace {
 
-constexpr int64_t kB = 2, kT = 7;
+constexpr int64_t kB = 2, kT = 5;
 // Central differences in double: truncation h^2/6 |f'''| with h = 1e-4, rounding 1e-16 |f| / h; both below 1e-7 here.
 constexpr double kDifference = 1e-4;
 // The model computes in fp32: errors are of the order of 2^-24 times the largest terms of sums of some tens of terms,

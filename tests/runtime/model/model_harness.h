@@ -19,6 +19,7 @@ struct Variant {
   std::string name;
   ModelConfig config;
 };
+inline void PrintTo(const Variant& variant, std::ostream* out) { *out << variant.name; }
 inline std::vector<Variant> small_variants() {
   const ModelConfig llama{
       .num_layers = 2, .dim = 12, .num_heads = 3, .ffn_dim = 10, .vocab_size = 11, .max_seq_len = 9, .init_std = 0.3};
