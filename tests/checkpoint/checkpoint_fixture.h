@@ -93,14 +93,14 @@ class CheckpointTest : public testing::Test {
   TestState state_{table_};
 };
 
-#define KTG_EXPECT_OK(expr)                           \
-  do {                                                \
-    const ::kintsugi::Status ktg_expected = (expr);   \
+#define KTG_EXPECT_OK(expr)                                     \
+  do {                                                          \
+    const ::kintsugi::Status ktg_expected = (expr);             \
     EXPECT_TRUE(ktg_expected.ok()) << ktg_expected.to_string(); \
   } while (false)
-#define KTG_ASSERT_OK(expr)                           \
-  do {                                                \
-    const ::kintsugi::Status ktg_expected = (expr);   \
+#define KTG_ASSERT_OK(expr)                                     \
+  do {                                                          \
+    const ::kintsugi::Status ktg_expected = (expr);             \
     ASSERT_TRUE(ktg_expected.ok()) << ktg_expected.to_string(); \
   } while (false)
 

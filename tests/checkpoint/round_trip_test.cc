@@ -28,7 +28,8 @@ TEST_F(RoundTripTest, ShardRangesCoverTheStateAtAnyWorldSize) {
 }
 
 TEST_F(RoundTripTest, EveryWorldSizeReadsWhatEveryOtherWrote) {
-  const runtime::TrainState whole{state_.weights.data(), state_.m.data(), state_.v.data(), table_.total_length(), 7, 168};
+  const runtime::TrainState whole{
+      state_.weights.data(), state_.m.data(), state_.v.data(), table_.total_length(), 7, 168};
   const std::string digest = state_sha256(table_, whole);
   for (const int writers : {1, 3, 8}) {
     KTG_ASSERT_OK(save(fs_, dir_, table_, state_, meta_at(7, writers), 1));
@@ -36,7 +37,7 @@ TEST_F(RoundTripTest, EveryWorldSizeReadsWhatEveryOtherWrote) {
     ASSERT_TRUE(info.ok()) << info.status().to_string();
     EXPECT_EQ(info->meta.world_size, writers);
     for (const int readers : {1, 2, 5, 8}) {
-      TestState loaded(table_, kSeed + 1);  // other bits: whatever is not written shows
+      TestState loaded(table_, kSeed + 1);                             // other bits: whatever is not written shows
       std::fill(loaded.weights.begin(), loaded.weights.end(), -1.0f);  // padding must be cleared as well
       for (int rank = 0; rank < readers; ++rank) {
         const ShardRange range = shard_range(table_.total_length(), rank, readers);
@@ -44,8 +45,8 @@ TEST_F(RoundTripTest, EveryWorldSizeReadsWhatEveryOtherWrote) {
                                  loaded.v.data() + range.begin, range));
       }
       EXPECT_EQ(loaded, state_) << writers << " writers, " << readers << " readers";
-      const runtime::TrainState got{loaded.weights.data(), loaded.m.data(), loaded.v.data(), table_.total_length(),
-                                    info->meta.step, info->meta.cursor};
+      const runtime::TrainState got{loaded.weights.data(), loaded.m.data(), loaded.v.data(),
+                                    table_.total_length(), info->meta.step, info->meta.cursor};
       EXPECT_EQ(state_sha256(table_, got), digest);
     }
   }
@@ -132,7 +133,8 @@ TEST_F(RoundTripTest, AnotherModelIsRefusedAndEachTensorNamed) {
   TestState loaded(table);
   const Status status = load_all(fs_, *info, table, loaded);
   EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
-  EXPECT_THAT(status.message(), HasSubstr("model.embed_tokens.weight: (251, 48) in the checkpoint, (256, 48) in the model"));
+  EXPECT_THAT(status.message(),
+              HasSubstr("model.embed_tokens.weight: (251, 48) in the checkpoint, (256, 48) in the model"));
   EXPECT_THAT(status.message(), HasSubstr("lm_head.weight"));
   EXPECT_THAT(status.message(), HasSubstr("model.layers.1.self_attn.q_proj.weight (48, 48): only in the checkpoint"));
   other = tiny_model();
@@ -171,8 +173,9 @@ TEST_F(RoundTripTest, ShardRecordsTravelAsText) {
   ASSERT_TRUE(back.ok()) << back.status().to_string();
   EXPECT_EQ(to_json(*back), to_json(record));
   EXPECT_EQ(back->head_bytes, 2048);
-  for (const char* bad : {"", "{}", "[]", "nonsense", R"({"file":"../x","begin":0,"count":0,"size_bytes":0,"xxh3":"",)"
-                                                      R"("head_bytes":0,"head_xxh3":""})"}) {
+  for (const char* bad : {"", "{}", "[]", "nonsense",
+                          R"({"file":"../x","begin":0,"count":0,"size_bytes":0,"xxh3":"",)"
+                          R"("head_bytes":0,"head_xxh3":""})"}) {
     EXPECT_EQ(shard_record_from_json(bad).status().code(), StatusCode::kInvalidArgument) << bad;
   }
 }
