@@ -39,6 +39,7 @@ Status TrainerImpl::complete_step(const VoteOutcome& vote, bool timed) {
     KTG_ASSIGN_OR_RETURN(validation, validation_loss());
     last_validation_loss_ = validation;
   }
+  if (vote.num_tokens == 0) return ok_status();  // owed after a recovery, and nobody knows its loss any more
   last_vote_ = vote;
   const int64_t now_ns = monotonic_ns();
   times_.total_ns = now_ns - step_end_ns_;
@@ -64,6 +65,7 @@ Status TrainerImpl::take_snapshot() {
   int slot = link_.free_snapshot_slot();
   for (; slot < 0; slot = link_.free_snapshot_slot()) {
     if (stop_.requested()) return aborted("while waiting for a free snapshot slot");
+    link_.alive();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   const checkpoint::ShardRange range =
@@ -95,6 +97,7 @@ Result<double> TrainerImpl::validation_loss() {
   const int64_t begin = share_begin(batches, environment_.rank, environment_.world_size);
   const int64_t end = share_begin(batches, environment_.rank + 1, environment_.world_size);
   for (int64_t b = begin; b < end; ++b) {
+    link_.alive();
     const int64_t count = std::min(B, samples - b * B);
     for (int64_t i = 0; i < count; ++i) {
       validation_data_->sample(b * B + i, &inputs_[i * T], &targets_[i * T]);

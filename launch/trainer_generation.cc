@@ -52,12 +52,19 @@ Status TrainerImpl::enter(const Verdict& verdict) {
       environment_.create_communicator(
           {.generation = generation_, .rank = environment_.rank, .world_size = environment_.world_size}, stop_));
   parallel_->set_communicator(communicator_.get());
+  link_.entered(EntryMilestone::kCommunicator);
   set_check_context(environment_.rank, verdict.committed_step);
   const bool joins = verdict.source != StateSource::kSurvivors || (verdict.joining_ranks >> environment_.rank & 1) != 0;
   if (joins) {
     link_.updated(-1);
     KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kStartUp, verdict.committed_step + 1));
   }
+  KTG_RETURN_IF_ERROR(take_state(verdict));
+  link_.entered(EntryMilestone::kState);
+  return ok_status();
+}
+
+Status TrainerImpl::take_state(const Verdict& verdict) {
   switch (verdict.source) {
     case StateSource::kFresh:
       return start_fresh();
@@ -139,7 +146,9 @@ Status TrainerImpl::join_survivors(const Verdict& verdict) {
   if (joins) s.step = committed;
   KTG_RETURN_IF_ERROR(compare_states(verdict.source_rank));
   if (joins) link_.updated(committed);
-  if (verdict.vote.step == committed && committed > 0) owed_ = verdict.vote;
+  if (committed > 0) {
+    owed_ = verdict.vote.step == committed ? verdict.vote : VoteOutcome{.step = committed};
+  }
   return ok_status();
 }
 

@@ -36,6 +36,7 @@ class TrainerImpl final : public Trainer {
   Status complete_step(const VoteOutcome& vote, bool timed);
 
   Status enter(const Verdict& verdict);
+  Status take_state(const Verdict& verdict);
   Status start_fresh();
   Status load_checkpoint(const std::string& dir, int64_t step);
   Status join_survivors(const Verdict& verdict);
@@ -80,7 +81,8 @@ class TrainerImpl final : public Trainer {
   int64_t generation_ = -1;
   StopToken stop_;
   std::unique_ptr<comm::Communicator> communicator_;
-  std::optional<VoteOutcome> owed_;  // a committed step that may not have been completed before the recovery
+  // A committed step that may not have been completed before the recovery; num_tokens 0: nobody knows its vote any more.
+  std::optional<VoteOutcome> owed_;
 
   // Of this process.
   VoteOutcome last_vote_;

@@ -1,0 +1,77 @@
+#include "parallel/batch_layout.h"
+
+#include <gmock/gmock.h>
+
+namespace kintsugi::parallel {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+
+ParallelConfig fixed(int64_t shards) { return {.mode = "ddp", .reduce_order = "fixed", .virtual_shards = shards}; }
+
+TEST(BatchLayoutTest, FastOrderGivesEachRankItsShareInMicroBatches) {
+  const BatchLayout layout = plan_batch(24, 4, ParallelConfig(), 1, 2).value();
+  EXPECT_EQ(layout.first_sample, 12);
+  EXPECT_EQ(layout.micro_batch, 4);
+  EXPECT_EQ(layout.num_micro_steps, 3);
+  EXPECT_FALSE(layout.fixed_order());
+}
+
+TEST(BatchLayoutTest, MicroBatchZeroIsTheWholeShare) {
+  const BatchLayout layout = plan_batch(24, 0, ParallelConfig(), 2, 3).value();
+  EXPECT_EQ(layout.micro_batch, 8);
+  EXPECT_EQ(layout.num_micro_steps, 1);
+}
+
+TEST(BatchLayoutTest, FixedOrderRunsOneVirtualShardAtATimeWhateverTheMicroBatch) {
+  for (const int64_t micro : {0, 1, 24}) {
+    const BatchLayout layout = plan_batch(24, micro, fixed(8), 1, 3).value();
+    EXPECT_EQ(layout.micro_batch, 3);
+    EXPECT_EQ(layout.first_shard, 2);
+    EXPECT_EQ(layout.num_micro_steps, 3);
+    EXPECT_EQ(layout.first_sample, 6);
+  }
+}
+
+TEST(BatchLayoutTest, RanksCoverTheBatchOnceInOrder) {
+  for (const ParallelConfig& config : {ParallelConfig(), fixed(8), fixed(12)}) {
+    for (const int N : {1, 2, 3, 4, 6, 8}) {
+      int64_t next = 0;
+      for (int r = 0; r < N; ++r) {
+        const BatchLayout layout = plan_batch(24, 0, config, r, N).value();
+        EXPECT_EQ(layout.first_sample, next);
+        next += layout.num_micro_steps * layout.micro_batch;
+      }
+      EXPECT_EQ(next, 24);
+    }
+  }
+}
+
+TEST(BatchLayoutTest, RanksThatDoNotDivideTheBatchAreRefusedAndWhatWouldFitIsSaid) {
+  for (const ParallelConfig& config : {ParallelConfig(), fixed(8)}) {
+    const Status status = plan_batch(24, 0, config, 0, 5).status();
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+    EXPECT_THAT(status.message(), AllOf(HasSubstr("training.global_batch_size = 24"), HasSubstr("5 ranks"),
+                                        HasSubstr("20 or 25"), HasSubstr("1, 2, 3, 4, 6, 8, 12, 24 ranks")));
+  }
+}
+
+TEST(BatchLayoutTest, ShardsThatDoNotDivideTheBatchAreRefusedAndWhatWouldFitIsSaid) {
+  const Status status = plan_batch(20, 0, fixed(8), 0, 4).status();
+  EXPECT_THAT(status.message(), AllOf(HasSubstr("parallelism.virtual_shards = 8"), HasSubstr("16 or 24"),
+                                      HasSubstr("1, 2, 4, 5, 10, 20 shards")));
+}
+
+TEST(BatchLayoutTest, MicroBatchesThatDoNotDivideTheShareAreRefused) {
+  const Status status = plan_batch(24, 5, ParallelConfig(), 0, 2).status();
+  EXPECT_THAT(status.message(), AllOf(HasSubstr("training.micro_batch_size = 5"), HasSubstr("1, 2, 3, 4, 6, 12"),
+                                      HasSubstr("20 or 30")));
+}
+
+TEST(BatchLayoutTest, FewerShardsThanRanksAreRefused) {
+  EXPECT_THAT(plan_batch(24, 0, fixed(4), 0, 8).status().message(), HasSubstr("need at least 8"));
+}
+
+}  // namespace
+}  // namespace kintsugi::parallel
