@@ -11,7 +11,6 @@ namespace kintsugi::launch {
 namespace {
 
 constexpr int64_t kHeapAlignment = 64;
-constexpr int kSnapshotSlots = 2;  // one being written, one being filled
 
 std::string mebibytes(int64_t bytes) { return fmt::format("{:.2f} MiB", static_cast<double>(bytes) / (1 << 20)); }
 
@@ -57,11 +56,10 @@ MemoryPlan plan_memory(const RunConfig& config, int world_size) {
   plan.padding_elements = length - table.num_parameters();
   plan.flops_per_token = static_cast<int64_t>(config.model.flops_per_token(config.training.seq_len));
 
-  if (config.checkpoint.every > 0 || config.checkpoint.save_last) {
-    plan.num_snapshot_slots = kSnapshotSlots;
-    plan.snapshot_slot_bytes = 3 * largest_shard(length, world_size) * int64_t{sizeof(float)};
-    plan.items.push_back({"snapshots", plan.num_snapshot_slots * plan.snapshot_slot_bytes, true});
-  }
+  // One is filled while another is written; a run that saves once, at its end or when it is asked to stop, needs one.
+  plan.num_snapshot_slots = config.checkpoint.every > 0 ? 2 : 1;
+  plan.snapshot_slot_bytes = 3 * largest_shard(length, world_size) * int64_t{sizeof(float)};
+  plan.items.push_back({"snapshots", plan.num_snapshot_slots * plan.snapshot_slot_bytes, true});
   const parallel::StateMemory memory =
       parallel::plan_state_memory(table, config.parallelism, config.dtype(), world_size);
   plan.items.push_back({"weights", memory.weights_bytes, true});

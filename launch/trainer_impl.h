@@ -81,7 +81,8 @@ class TrainerImpl final : public Trainer {
   int64_t generation_ = -1;
   StopToken stop_;
   std::unique_ptr<comm::Communicator> communicator_;
-  // A committed step that may not have been completed before the recovery; num_tokens 0: nobody knows its vote any more.
+  // A committed step that may not have been completed before the recovery; num_tokens 0: nobody knows its vote any
+  // more.
   std::optional<VoteOutcome> owed_;
 
   // Of this process.

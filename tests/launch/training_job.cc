@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <thread>
 
+#include "launch/memory_plan.h"
 #include "runtime/base/file_system.h"
 
 namespace kintsugi::launch {
@@ -52,6 +53,15 @@ RunConfig tiny_config(const std::string& dir) {
   return config;
 }
 
+RunConfig diverging(RunConfig config) {
+  // Each update multiplies the matrices by -1e6.
+  config.optimizer.lr = 1000;
+  config.optimizer.weight_decay = 1000;
+  config.lr_scheduler.kind = "constant";
+  config.training.steps = 9;
+  return config;
+}
+
 std::vector<double> TrainingJob::Outcome::column(const std::string& name) const {
   std::vector<double> out;
   for (const nlohmann::json& line : metrics) out.push_back(line.at(name).get<double>());
@@ -89,7 +99,7 @@ class TrainingJob::Link final : public WorkerLink {
     return first;
   }
   bool stop_requested() const override { return stop_requested_; }
-  int free_snapshot_slot() override { return slot_ = 1 - slot_; }
+  int free_snapshot_slot() override { return slot_ = (slot_ + 1) % static_cast<int>(slots_.size()); }
   Status snapshot_ready(int64_t step, int64_t cursor, int slot) override {
     return job_.snapshot_ready(rank_, step, cursor, slots_.at(slot));
   }
@@ -199,6 +209,7 @@ void TrainingJob::died(int rank) {
 
 Result<Verdict> TrainingJob::await_verdict(int rank, int64_t generation) {
   std::unique_lock lock(mutex_);
+  EXPECT_LE(generation, verdict_.generation);
   waiting_[rank] = true;
   finished_[rank] = false;
   if (std::count(waiting_.begin(), waiting_.end(), true) == world_size_) begin_next_generation();
@@ -248,11 +259,11 @@ Status TrainingJob::snapshot_ready(int rank, int64_t step, int64_t cursor, const
   std::vector<checkpoint::ShardRecord> records;
   for (const auto& [r, values] : shards) {
     const checkpoint::ShardRange range = checkpoint::shard_range(table.total_length(), r, world_size_);
-    KTG_ASSIGN_OR_RETURN(
-        const checkpoint::ShardRecord record,
-        checkpoint::write_shard(fs, partial, table, snapshot_view(values.data(), range), meta, r));
+    KTG_ASSIGN_OR_RETURN(const checkpoint::ShardRecord record,
+                         checkpoint::write_shard(fs, partial, table, snapshot_view(values.data(), range), meta, r));
     records.push_back(record);
   }
+  resume_ = {.step = step, .dir = fmt::format("{}/step-{}", checkpoint_dir_, step)};
   return checkpoint::commit_checkpoint(fs, checkpoint_dir_, partial, meta, table, records, 0);
 }
 
@@ -269,5 +280,13 @@ Status TrainingJob::finished(int rank, std::string_view summary) {
 }
 
 TrainingJob::Outcome run_job(const RunConfig& config, int world_size) { return TrainingJob(config, world_size).run(); }
+
+TrainingJob::Outcome finished_job(const RunConfig& config, int world_size) {
+  TrainingJob::Outcome outcome = run_job(config, world_size);
+  EXPECT_TRUE(outcome.status.ok()) << outcome.status.to_string();
+  EXPECT_EQ(outcome.outcome, RunOutcome::kFinished);
+  EXPECT_EQ(outcome.sha256().size(), 64u);
+  return outcome;
+}
 
 }  // namespace kintsugi::launch

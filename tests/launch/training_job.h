@@ -1,5 +1,5 @@
-// A job of ranks as threads, for tests of the trainer: heaps are plain memory, communicators are LocalWorlds, and one object
-// plays all agents. A rank that a fault strikes loses its trainer and its heap, and a new one takes its place.
+// A job of ranks as threads, for tests of the trainer: heaps are plain memory, communicators are LocalWorlds, and one
+// object plays all agents. A rank that a fault strikes loses its trainer and its heap, and a new one takes its place.
 #pragma once
 
 #include <condition_variable>
@@ -30,6 +30,9 @@ class ScratchDir {
 // 2 layers, C 48, 3 heads, FFN 128, bytes, T 32, fp32; trains on a text that is written to `dir`.
 RunConfig tiny_config(const std::string& dir);
 
+// The same until its weights overflow, a few steps before its end.
+RunConfig diverging(RunConfig config);
+
 class TrainingJob {
  public:
   struct Outcome {
@@ -38,7 +41,7 @@ class TrainingJob {
     std::vector<nlohmann::json> metrics;  // as rank 0 published them
     std::vector<std::string> log;
     nlohmann::json summary;
-    std::vector<Verdict> verdicts;        // one a generation
+    std::vector<Verdict> verdicts;  // one a generation
     std::string sha256() const { return summary.value("state_sha256", ""); }
     std::vector<double> column(const std::string& name) const;  // by metric line
   };
@@ -85,5 +88,7 @@ class TrainingJob {
 };
 
 TrainingJob::Outcome run_job(const RunConfig& config, int world_size);
+// The same, and it is expected to end well.
+TrainingJob::Outcome finished_job(const RunConfig& config, int world_size);
 
 }  // namespace kintsugi::launch

@@ -65,8 +65,8 @@ TEST(BatchLayoutTest, ShardsThatDoNotDivideTheBatchAreRefusedAndWhatWouldFitIsSa
 
 TEST(BatchLayoutTest, MicroBatchesThatDoNotDivideTheShareAreRefused) {
   const Status status = plan_batch(24, 5, ParallelConfig(), 0, 2).status();
-  EXPECT_THAT(status.message(), AllOf(HasSubstr("training.micro_batch_size = 5"), HasSubstr("1, 2, 3, 4, 6, 12"),
-                                      HasSubstr("20 or 30")));
+  EXPECT_THAT(status.message(),
+              AllOf(HasSubstr("training.micro_batch_size = 5"), HasSubstr("1, 2, 3, 4, 6, 12"), HasSubstr("20 or 30")));
 }
 
 TEST(BatchLayoutTest, FewerShardsThanRanksAreRefused) {

@@ -1,5 +1,6 @@
 #include "parallel/gradient_stack.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <string>
@@ -17,7 +18,7 @@ std::vector<std::string> parts_of(int64_t V, int rank, int world_size) {
   for (const GradientStack::Shard& s : stack.shards) {
     buffers.at(s.buffer) = std::to_string(shard++);
     for (int top = s.buffer; top > s.buffer - s.merges; --top) {
-      buffers.at(top - 1) = "(" + buffers[top - 1] + "+" + buffers[top] + ")";
+      buffers.at(top - 1) = fmt::format("({}+{})", buffers[top - 1], buffers[top]);
     }
   }
   buffers.resize(stack.num_parts);
@@ -28,7 +29,7 @@ std::string tree(int64_t begin, int64_t end) {
   if (end - begin == 1) return std::to_string(begin);
   int64_t p = 1;
   while (2 * p < end - begin) p *= 2;
-  return "(" + tree(begin, begin + p) + "+" + tree(begin + p, end) + ")";
+  return fmt::format("({}+{})", tree(begin, begin + p), tree(begin + p, end));
 }
 
 TEST(GradientStackTest, OneRankSumsTheWholeTree) {
