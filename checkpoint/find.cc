@@ -51,13 +51,12 @@ Status read_tokenizer(FileSystem& fs, Manifest& manifest) {
   return ok_status();
 }
 
-Result<Manifest> read_verified(FileSystem& fs, const std::string& dir, int64_t step) {
-  KTG_ASSIGN_OR_RETURN(Manifest manifest, read_manifest(fs, dir));
-  if (manifest.info.meta.step != step) {
-    return data_loss(dir + ": holds step " + std::to_string(manifest.info.meta.step));
-  }
-  KTG_RETURN_IF_ERROR(check_sizes(fs, manifest));
-  return manifest;
+// Manifest and file sizes. kNotFound when there is no such folder, be it that it went away while we looked.
+Result<Manifest> read_verified(FileSystem& fs, const std::string& dir) {
+  auto manifest = read_manifest(fs, dir);
+  const Status status = manifest.ok() ? check_sizes(fs, *manifest) : manifest.status();
+  if (status.ok()) return manifest;
+  return fs.exists(dir) ? status : not_found(dir + ": no such checkpoint");
 }
 
 // Our own files beside the folders.
@@ -68,8 +67,12 @@ bool is_bookkeeping(const std::string& name) {
 
 }  // namespace
 
-Result<Scan> scan_checkpoints(FileSystem& fs, const std::string& checkpoint_dir) {
+namespace {
+
+// One pass over the directory; `vanished` when rotation took away what had just been listed.
+Result<Scan> scan_once(FileSystem& fs, const std::string& checkpoint_dir, bool& vanished) {
   Scan scan;
+  vanished = false;
   const auto names = fs.list_dir(checkpoint_dir);
   if (!names.ok()) {
     if (names.status().code() == StatusCode::kNotFound) return scan;
@@ -86,12 +89,28 @@ Result<Scan> scan_checkpoints(FileSystem& fs, const std::string& checkpoint_dir)
       scan.skipped.push_back(name + ": not committed");
       continue;
     }
-    auto manifest = read_verified(fs, join_path(checkpoint_dir, name), folder->step);
-    if (manifest.ok()) {
-      scan.checkpoints.push_back(std::move(manifest->info));
-    } else if (manifest.status().code() != StatusCode::kNotFound) {  // not found: rotation was faster than we
+    auto manifest = read_verified(fs, join_path(checkpoint_dir, name));
+    if (!manifest.ok()) {
+      vanished = vanished || manifest.status().code() == StatusCode::kNotFound;
       scan.skipped.push_back(name + ": " + manifest.status().message());
+    } else if (manifest->info.meta.step != folder->step) {
+      scan.skipped.push_back(name + ": holds step " + std::to_string(manifest->info.meta.step));
+    } else {
+      scan.checkpoints.push_back(std::move(manifest->info));
     }
+  }
+  return scan;
+}
+
+}  // namespace
+
+Result<Scan> scan_checkpoints(FileSystem& fs, const std::string& checkpoint_dir) {
+  // A writer beside us removes old ones and adds new ones; what it added since the listing is seen in another pass.
+  constexpr int kPasses = 10;
+  bool vanished = true;
+  Scan scan;
+  for (int pass = 0; vanished && pass < kPasses; ++pass) {
+    KTG_ASSIGN_OR_RETURN(scan, scan_once(fs, checkpoint_dir, vanished));
   }
   auto histories = read_histories(fs, checkpoint_dir);
   scan.histories_on_disk = histories.ok();
@@ -129,8 +148,7 @@ std::vector<CheckpointInfo> newest_history(Scan& scan) {
 }
 
 Result<CheckpointInfo> open_checkpoint(FileSystem& fs, const std::string& step_dir) {
-  KTG_ASSIGN_OR_RETURN(Manifest manifest, read_manifest(fs, step_dir));
-  KTG_RETURN_IF_ERROR(check_sizes(fs, manifest));
+  KTG_ASSIGN_OR_RETURN(Manifest manifest, read_verified(fs, step_dir));
   KTG_RETURN_IF_ERROR(read_tokenizer(fs, manifest));
   return std::move(manifest.info);
 }
