@@ -33,6 +33,18 @@ constexpr uint64_t make_stamp(int64_t generation, int64_t count) {
 constexpr int64_t generation_of(uint64_t stamp) { return static_cast<int64_t>(stamp >> kCountBits); }
 constexpr int64_t count_of(uint64_t stamp) { return static_cast<int64_t>(stamp & ((uint64_t{1} << kCountBits) - 1)); }
 
+// Why a rank gave up, as the count of a stamp; never 0.
+struct FailureNote {
+  StatusCode cause = StatusCode::kAborted;
+  int origin = 0;  // the rank with which it began
+};
+constexpr uint64_t failure_stamp(int64_t generation, FailureNote note) {
+  return make_stamp(generation, int64_t{note.origin} << 8 | static_cast<int64_t>(note.cause));
+}
+constexpr FailureNote read_failure(uint64_t stamp) {
+  return {.cause = static_cast<StatusCode>(count_of(stamp) & 0xff), .origin = static_cast<int>(count_of(stamp) >> 8)};
+}
+
 // A stamp on a cache line of its own.
 struct alignas(64) Word {
   std::atomic<uint64_t> stamp{0};
@@ -75,7 +87,7 @@ struct alignas(64) Slot {
 
 struct ControlBlock {
   Word completed;  // last call completed here
-  Word failed;     // stamped with the generation in which this rank gave up (count: its StatusCode)
+  Word failed;     // the generation in which this rank gave up, and a FailureNote
   // Peers about to sleep raise `sleepers`; the owner, after a publication, rings `bell` (a futex) if it is up.
   alignas(64) std::atomic<uint32_t> sleepers{0};
   alignas(64) std::atomic<uint32_t> bell{0};

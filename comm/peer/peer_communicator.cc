@@ -264,8 +264,10 @@ Status PeerCommunicator::interrupted(bool slow, Deadline deadline, TimePoint beg
   for (int p = 0; p < world_size(); ++p) {
     const uint64_t stamp = group_.peers[p].control->failed.stamp.load(std::memory_order_acquire);
     if (generation_of(stamp) != membership().generation || count_of(stamp) == 0) continue;
-    return fail(aborted("rank " + std::to_string(p) + " gave up generation " + std::to_string(membership().generation) +
-                        ": " + std::string(to_string(static_cast<StatusCode>(count_of(stamp))))));
+    const FailureNote note = read_failure(stamp);
+    return fail(aborted("rank " + std::to_string(note.origin) + " gave up generation " +
+                        std::to_string(membership().generation) + ": " + std::string(to_string(note.cause))),
+                note.cause, note.origin);
   }
   if (!deadline.passed()) return ok_status();
   const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(MonotonicClock::now() - began);
@@ -277,12 +279,17 @@ Status PeerCommunicator::interrupted(bool slow, Deadline deadline, TimePoint beg
 }
 
 Status PeerCommunicator::fail(Status why) {
+  const StatusCode cause = why.code();
+  return fail(std::move(why), cause, rank());
+}
+
+Status PeerCommunicator::fail(Status why, StatusCode cause, int origin) {
   std::lock_guard lock(status_mutex_);
   if (status_.ok()) {
     status_ = std::move(why);
     failed_.store(true, std::memory_order_release);
     publish(group_.own(), group_.own().failed.stamp,
-            make_stamp(membership().generation, static_cast<int64_t>(status_.code())));
+            failure_stamp(membership().generation, {.cause = cause, .origin = origin}));
   }
   return status_;
 }

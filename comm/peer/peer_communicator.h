@@ -49,7 +49,9 @@ class PeerCommunicator final : public Communicator {
   // Carries every queued call as far as it goes now; true when anything moved.
   Result<bool> progress();
   Status interrupted(bool slow, Deadline deadline, TimePoint began);
+  // Keeps the first error and tells the peers: its code, and which rank it began with.
   Status fail(Status why);
+  Status fail(Status why, StatusCode cause, int origin);
 
   PeerGroup group_;
   const CommConfig config_;

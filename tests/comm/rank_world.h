@@ -1,9 +1,13 @@
-// A world of ranks for tests: threads over the local backend, or threads over the host backend's shared segments.
+// A world of ranks for tests: threads over the local backend, threads or processes over the host backend's segments.
 #pragma once
 
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdio>
 #include <functional>
 #include <memory>
 #include <string>
@@ -23,8 +27,11 @@ class NullStream final : public runtime::Stream {
   Status synchronize(Deadline) override { return ok_status(); }
 };
 
-enum class BackendKind { kLocal, kHost };
-inline const char* name_of(BackendKind kind) { return kind == BackendKind::kLocal ? "local" : "host"; }
+// kHost: threads, each with its own mapping of the segments; kHostProcesses: a forked process a rank.
+enum class BackendKind { kLocal, kHost, kHostProcesses };
+inline const char* name_of(BackendKind kind) {
+  return kind == BackendKind::kLocal ? "local" : kind == BackendKind::kHost ? "host" : "processes";
+}
 
 inline Deadline soon() { return Deadline::after(std::chrono::seconds(30)); }
 
@@ -42,9 +49,13 @@ class RankWorld {
       fds_.push_back(fd.value());
     }
     // Each rank maps all segments by itself, as processes do.
-    for (int r = 0; r < world_size && kind == BackendKind::kHost; ++r) maps_.push_back(map_all(fds_));
+    for (int r = 0; r < world_size && kind != BackendKind::kLocal; ++r) maps_.push_back(map_all(fds_));
+    void* page = ::mmap(nullptr, kCounterBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    KTG_CHECK(page != MAP_FAILED);
+    counter_ = new (page) std::atomic<int64_t>(0);
   }
   ~RankWorld() {
+    ::munmap(counter_, kCounterBytes);
     for (int fd : fds_) ::close(fd);
   }
 
@@ -73,6 +84,8 @@ class RankWorld {
   }
   const std::vector<int>& fds() const { return fds_; }
   int world_size() const { return world_size_; }
+  // One that all ranks share, processes too.
+  std::atomic<int64_t>& counter() { return *counter_; }
 
   // Starts a generation; then each rank joins.
   void begin(int64_t generation) {
@@ -90,10 +103,12 @@ class RankWorld {
     return std::move(made).value();
   }
 
-  // Runs `body` once per rank on a thread of its own, in a new generation.
+  // Runs `body` once per rank in a new generation, on a thread or in a process of its own. What a process changes
+  // outside the heaps is lost; its failed expectations count.
   void run(int64_t generation, const CommConfig& config, const std::function<void(Communicator&)>& body,
            StopToken stop = {}) {
     begin(generation);
+    if (kind_ == BackendKind::kHostProcesses) return run_processes(config, body, stop);
     std::vector<std::unique_ptr<Communicator>> comms;
     for (int r = 0; r < world_size_; ++r) comms.push_back(join(r, config, stop));
     std::vector<std::thread> threads;
@@ -102,6 +117,28 @@ class RankWorld {
   }
 
  private:
+  void run_processes(const CommConfig& config, const std::function<void(Communicator&)>& body, StopToken stop) {
+    std::fflush(nullptr);
+    std::vector<pid_t> pids;
+    for (int r = 0; r < world_size_; ++r) {
+      const pid_t pid = ::fork();
+      KTG_CHECK(pid >= 0);
+      if (pid == 0) {
+        body(*join(r, config, stop));
+        std::fflush(nullptr);
+        ::_exit(testing::Test::HasFailure() ? 1 : 0);
+      }
+      pids.push_back(pid);
+    }
+    for (int r = 0; r < world_size_; ++r) {
+      int status = 0;
+      EXPECT_EQ(::waitpid(pids[r], &status, 0), pids[r]);
+      EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "rank " << r << " ended with status " << status;
+    }
+  }
+
+  static constexpr size_t kCounterBytes = 4096;
+  std::atomic<int64_t>* counter_ = nullptr;
   BackendKind kind_;
   int world_size_;
   int64_t generation_ = 0;
