@@ -1,0 +1,156 @@
+#include "launch/infer_model.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <set>
+
+#include "launch/run_config.h"
+
+namespace kintsugi::launch {
+namespace {
+
+using checkpoint::CheckpointInfo;
+
+constexpr int kMaxAttempts = 10;  // a trainer that saves faster than this reads never lets it finish
+
+constexpr const char* kManifest = "manifest.json";
+
+// Weights, their copy in the compute dtype, and the access to both.
+Status load_weights(FileSystem& fs, InferenceModel& model) {
+  const int64_t length = model.params->total_length();
+  KTG_ASSIGN_OR_RETURN(model.weights, model.backend->allocate(length * 4, "weights"));
+  KTG_RETURN_IF_ERROR(checkpoint::load_state(fs, model.checkpoint, *model.params, model.weights.as<float>(), nullptr,
+                                             nullptr, {0, length}));
+  const void* compute = model.weights.data();
+  if (model.dtype != kernels::DType::kF32) {
+    KTG_ASSIGN_OR_RETURN(model.compute,
+                         model.backend->allocate(length * kernels::size_of(model.dtype), "weights in bf16"));
+    KTG_ASSIGN_OR_RETURN(const std::unique_ptr<runtime::Stream> stream, model.backend->create_stream());
+    KTG_RETURN_IF_ERROR(
+        stream->launched(model.backend->kernels().reduce->convert(model.compute.data(), model.weights.as<float>(),
+                                                                  length, model.dtype, stream->handle()),
+                         "weights to bf16"));
+    KTG_RETURN_IF_ERROR(stream->synchronize(Deadline::never()));  // one kernel, which ends
+    compute = model.compute.data();
+  }
+  model.access = std::make_unique<runtime::FlatUnitAccess>(*model.params, model.weights.as<float>(), compute, nullptr,
+                                                           model.dtype);
+  return ok_status();
+}
+
+Result<std::unique_ptr<InferenceModel>> load_checkpoint(FileSystem& fs, CheckpointInfo info,
+                                                        const InferenceModelOptions& options,
+                                                        std::vector<std::string>* notes) {
+  auto model = std::make_unique<InferenceModel>();
+  model->checkpoint = std::move(info);
+  const checkpoint::CheckpointMeta& meta = model->checkpoint.meta;
+  KTG_RETURN_IF_ERROR(meta.model.validate().ok() ? ok_status()
+                                                 : meta.model.validate().with_context(model->checkpoint.dir));
+  std::string dtype = options.dtype;
+  const Result<RunConfig> run = RunConfig::parse(meta.config_toml, model->checkpoint.dir);
+  if (run.ok()) {
+    if (dtype.empty()) dtype = run->training.dtype;
+    model->trained_seq_len = run->training.seq_len;
+  } else {
+    notes->push_back(fmt::format("the run's configuration is not read ({}); computing in {}", run.status().to_string(),
+                                 dtype.empty() ? "fp32" : dtype));
+  }
+  if (model->trained_seq_len < 1 || model->trained_seq_len > meta.model.max_seq_len) {
+    model->trained_seq_len = meta.model.max_seq_len;
+  }
+  model->dtype = dtype == "bf16" ? kernels::DType::kBF16 : kernels::DType::kF32;
+  model->backend = runtime::create_cpu_backend({.num_threads = options.num_threads});
+  model->params = std::make_unique<runtime::ParamTable>(runtime::ParamTable::build(meta.model));
+  KTG_RETURN_IF_ERROR(load_weights(fs, *model));
+  if (!meta.tokenizer.empty()) {
+    Result<std::unique_ptr<runtime::Tokenizer>> tokenizer = runtime::create_tokenizer(meta.tokenizer);
+    if (!tokenizer.ok()) return tokenizer.status().with_context("tokenizer of " + model->checkpoint.dir);
+    model->tokenizer = std::move(tokenizer).value();
+  }
+  return model;
+}
+
+}  // namespace
+
+Result<std::vector<CheckpointInfo>> find_checkpoints(FileSystem& fs, const std::string& path,
+                                                     std::vector<std::string>* skipped) {
+  if (!fs.exists(path)) return not_found(path + ": no such folder");
+  if (fs.exists(join_path(path, kManifest))) {
+    Result<CheckpointInfo> info = checkpoint::open_checkpoint(fs, path);
+    if (info.ok()) return std::vector<CheckpointInfo>{std::move(info).value()};
+    return fs.exists(join_path(path, kManifest)) ? info.status() : not_found(path + ": went away while it was read");
+  }
+  const std::string below = join_path(path, "checkpoint");
+  const std::string dir = fs.exists(below) ? below : path;
+  // Rotation may take the only one away between two looks at it; its successor is there by then.
+  for (int look = 0; look < kMaxAttempts; ++look) {
+    KTG_ASSIGN_OR_RETURN(std::vector<CheckpointInfo> found, checkpoint::list_checkpoints(fs, dir, skipped));
+    if (!found.empty()) return found;
+  }
+  return not_found(fmt::format("{}: no checkpoint; looked for {}/{} and for {}/step-<N>", path, path, kManifest, dir));
+}
+
+Result<std::unique_ptr<InferenceModel>> load_model(FileSystem& fs, const InferenceModelOptions& options,
+                                                   std::vector<std::string>* notes) {
+  std::set<std::string> noted;
+  for (int attempt = 1;; ++attempt) {
+    std::vector<std::string> skipped;
+    const Result<std::vector<CheckpointInfo>> found = find_checkpoints(fs, options.path, &skipped);
+    for (const std::string& folder : skipped) {
+      if (noted.insert(folder).second) notes->push_back("skipped " + folder);
+    }
+    if (!found.ok()) return found.status();
+    Status last;
+    bool look_again = false;
+    for (const CheckpointInfo& info : *found) {
+      Result<std::unique_ptr<InferenceModel>> model = load_checkpoint(fs, info, options, notes);
+      if (model.ok()) return model;
+      last = model.status();
+      // A removed folder explains any failure to read it.
+      look_again = !fs.exists(join_path(info.dir, kManifest)) && attempt < kMaxAttempts;
+      if (look_again) {
+        notes->push_back(fmt::format("{} went away while it was read: looking for the next", info.dir));
+        break;
+      }
+      if (last.code() != StatusCode::kDataLoss) return last;
+      notes->push_back(fmt::format("{} is damaged ({}): trying the one before", info.dir, last.message()));
+    }
+    if (!look_again) return last;
+  }
+}
+
+std::string InferenceModel::description() const {
+  const runtime::ModelConfig& model = config();
+  return fmt::format("step {} of {}: {}, {} layers, {} parameters, vocabulary {}, {}; {}", checkpoint.meta.step,
+                     checkpoint.dir, model.family, model.num_layers, grouped(params->num_parameters()),
+                     grouped(model.vocab_size), kernels::name_of(dtype), backend->description());
+}
+
+void print_notes(const std::vector<std::string>& notes) {
+  constexpr size_t kShown = 8;
+  for (size_t i = 0; i < std::min(notes.size(), kShown); ++i) std::fprintf(stderr, "infer: %s\n", notes[i].c_str());
+  if (notes.size() > kShown) std::fprintf(stderr, "infer: ... and %zu notes more\n", notes.size() - kShown);
+}
+
+std::string grouped(int64_t number) {
+  std::string digits = std::to_string(number);
+  for (int64_t i = static_cast<int64_t>(digits.size()) - 3; i > (number < 0 ? 1 : 0); i -= 3)
+    digits.insert(static_cast<size_t>(i), 1, ',');
+  return digits;
+}
+
+std::string bytes_text(int64_t bytes) {
+  if (bytes < 1024) return fmt::format("{} bytes", bytes);
+  double value = static_cast<double>(bytes);
+  const char* unit = "bytes";
+  for (const char* larger : {"KiB", "MiB", "GiB", "TiB"}) {
+    if (value < 1024) break;
+    value /= 1024;
+    unit = larger;
+  }
+  return fmt::format("{:.1f} {}", value, unit);
+}
+
+}  // namespace kintsugi::launch

@@ -1,0 +1,60 @@
+// What every command of `infer` begins with: find a checkpoint, load its weights (and nothing else of it), make its
+// tokenizer and a backend. Training may go on beside it: a checkpoint that rotation removes while it is being
+// read is said to have gone, and the next one is taken.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "checkpoint/checkpoint.h"
+#include "runtime/backend.h"
+#include "runtime/base/file_system.h"
+#include "runtime/data/tokenizer.h"
+#include "runtime/model/transformer.h"
+
+namespace kintsugi::launch {
+
+// The checkpoints that `path` means: a step's folder itself, or those of a run's folder, newest first, written by any
+// number of ranks. Never empty: kNotFound says what was looked for. Folders passed over are named in `skipped`.
+Result<std::vector<checkpoint::CheckpointInfo>> find_checkpoints(FileSystem& fs, const std::string& path,
+                                                                 std::vector<std::string>* skipped);
+
+struct InferenceModelOptions {
+  std::string path;        // a run's folder or a checkpoint's
+  std::string dtype = "";  // "fp32", "bf16"; empty: as the run was trained
+  int num_threads = 0;     // 0: one for each usable core
+};
+
+// Owner of the weights on the backend. Move-only by unique_ptr: `access` refers to its siblings.
+struct InferenceModel {
+  checkpoint::CheckpointInfo checkpoint;
+  int64_t trained_seq_len = 0;  // T of training; the model's max_seq_len when the checkpoint does not say
+  kernels::DType dtype = kernels::DType::kF32;
+  std::unique_ptr<runtime::Backend> backend;
+  std::unique_ptr<runtime::ParamTable> params;
+  runtime::Buffer weights;  // fp32, the flat space
+  runtime::Buffer compute;  // the same in bf16; empty for fp32
+  std::unique_ptr<runtime::FlatUnitAccess> access;
+  std::unique_ptr<runtime::Tokenizer> tokenizer;  // null: the checkpoint names none
+
+  const runtime::ModelConfig& config() const { return checkpoint.meta.model; }
+  int64_t weight_bytes() const { return weights.size_bytes() + compute.size_bytes(); }
+  // "step 50 of /run/checkpoint/step-50: llama, 4 layers, 3,344,640 parameters, vocabulary 256, fp32; cpu (...)"
+  std::string description() const;
+};
+
+// Loads the newest checkpoint that can be read: when rotation takes one away meanwhile, the newest is looked for again;
+// when one is damaged, the one before it is taken. What happened on the way goes to `notes`, one line each.
+Result<std::unique_ptr<InferenceModel>> load_model(FileSystem& fs, const InferenceModelOptions& options,
+                                                   std::vector<std::string>* notes);
+
+// Writes notes to stderr, the first few of them.
+void print_notes(const std::vector<std::string>& notes);
+
+// 1234567 as "1,234,567".
+std::string grouped(int64_t number);
+// 13107200 as "12.5 MiB".
+std::string bytes_text(int64_t bytes);
+
+}  // namespace kintsugi::launch
