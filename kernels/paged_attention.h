@@ -19,7 +19,7 @@ struct PagedShape {
 };
 
 struct PagedAttentionKernels {
-  // o[s,h,:] over positions 0 .. context_lens[s]-1 (the new token's k and v already written).
+  // o[s,h,:] over positions 0 .. context_lens[s]-1 (the new token's k and v already written); zeros when that is 0.
   KernelError (*decode)(void* o, const void* q, const void* k_cache, const void* v_cache, const int32_t* block_tables,
                         const int32_t* context_lens, const PagedShape& shape, DType dtype, StreamHandle stream);
   // Scatters N tokens' k and v rows (K, D), strides between tokens as given, into the cache at

@@ -2,6 +2,7 @@
 
 #include <cerrno>
 
+#include "kernels/cpu/isa.h"
 #include "kernels/cpu/matmul.h"
 
 namespace kintsugi::kernels::cpu {
@@ -9,8 +10,8 @@ namespace {
 
 KernelError run(const Matmul& matmul) {
   if (matmul.M == 0 || matmul.N == 0) return kKernelOk;
-  const KernelError error = onednn_matmul(matmul);
-  return error == ENOTSUP ? blocked_matmul(matmul) : error;
+  const KernelError error = matmul.K > 0 ? onednn_matmul(matmul) : ENOTSUP;
+  return error == ENOTSUP ? best_isa().blocked_matmul(matmul) : error;
 }
 
 KernelError linear_forward(void* y, const void* x, const void* w, const float* bias, int64_t N, int64_t I, int64_t O,
@@ -29,8 +30,8 @@ KernelError linear_backward_weight(float* dw, const void* dy, const void* x, int
 }
 
 KernelError linear_backward_bias(float* dbias, const void* dy, int64_t N, int64_t O, bool accumulate, DType dtype,
-                                 StreamHandle stream) {
-  return reference::gemm().linear_backward_bias(dbias, dy, N, O, accumulate, dtype, stream);
+                                 StreamHandle) {
+  return best_isa().column_sums(dbias, dy, N, O, accumulate, dtype);
 }
 
 const char* library() {

@@ -1,5 +1,11 @@
-// Which instructions and how many threads the CPU kernels use: for banners, and for the backend to set.
+// Which instructions and how many threads the CPU kernels use: for banners, for the backend to set, and for tests that
+// run every variant the machine can.
 #pragma once
+
+#include <span>
+
+#include "kernels/cpu/matmul.h"
+#include "kernels/kernel_table.h"
 
 namespace kintsugi::kernels::cpu {
 
@@ -10,5 +16,19 @@ const char* isa_name();
 // 1 without OpenMP. Results do not depend on it.
 int num_threads();
 void set_num_threads(int count);
+
+// The kernels compiled for one instruction set.
+struct IsaVariant {
+  const char* name;
+  bool usable;                  // by this machine
+  const KernelTable* families;  // gemm is null: cpu::gemm() is common to all, and calls these two:
+  KernelError (*blocked_matmul)(const Matmul& matmul);
+  KernelError (*column_sums)(float* sums, const void* x, int64_t rows, int64_t cols, bool accumulate, DType dtype);
+};
+
+// All variants of this build, best first; the last, "baseline", is usable everywhere.
+std::span<const IsaVariant> isa_variants();
+// The best usable one.
+const IsaVariant& best_isa();
 
 }  // namespace kintsugi::kernels::cpu

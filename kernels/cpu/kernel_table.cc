@@ -1,20 +1,25 @@
 #include "kernels/kernel_table.h"
 
+#include "kernels/cpu/isa.h"
+
 namespace kintsugi::kernels::cpu {
 
-const AttentionKernels& attention() { return reference::attention(); }
-const PagedAttentionKernels& paged_attention() { return reference::paged_attention(); }
-const NormKernels& norm() { return reference::norm(); }
-const RopeKernels& rope() { return reference::rope(); }
-const ActivationKernels& activation() { return reference::activation(); }
-const EmbeddingKernels& embedding() { return reference::embedding(); }
-const CrossEntropyKernels& cross_entropy() { return reference::cross_entropy(); }
-const OptimizerKernels& optimizer() { return reference::optimizer(); }
-const ReduceKernels& reduce() { return reference::reduce(); }
+const AttentionKernels& attention() { return *best_isa().families->attention; }
+const PagedAttentionKernels& paged_attention() { return *best_isa().families->paged_attention; }
+const NormKernels& norm() { return *best_isa().families->norm; }
+const RopeKernels& rope() { return *best_isa().families->rope; }
+const ActivationKernels& activation() { return *best_isa().families->activation; }
+const EmbeddingKernels& embedding() { return *best_isa().families->embedding; }
+const CrossEntropyKernels& cross_entropy() { return *best_isa().families->cross_entropy; }
+const OptimizerKernels& optimizer() { return *best_isa().families->optimizer; }
+const ReduceKernels& reduce() { return *best_isa().families->reduce; }
 
 const KernelTable& kernels() {
-  static const KernelTable kTable{&gemm(),       &attention(), &paged_attention(), &norm(),      &rope(),
-                                  &activation(), &embedding(), &cross_entropy(),   &optimizer(), &reduce()};
+  static const KernelTable kTable = [] {
+    KernelTable table = *best_isa().families;
+    table.gemm = &gemm();
+    return table;
+  }();
   return kTable;
 }
 

@@ -1,4 +1,5 @@
-// The one matrix product behind the linear layers on the CPU, and its two implementations.
+// The one matrix product behind the linear layers on the CPU. It has two implementations: oneDNN's, below, and
+// IsaVariant::blocked_matmul (isa.h).
 //   C (M, N) = A (M, K) B (K, N) [+ bias (N)] [+ C]
 // A row of C has the same bits whatever M is and whatever the number of threads, from either implementation;
 // the two differ from each other in the last bits. Which one serves a product depends on all but M.
@@ -24,8 +25,5 @@ struct Matmul {
 KernelError onednn_matmul(const Matmul& matmul);
 // "oneDNN 2.6.3 brg:avx512_core", or null when oneDNN is absent or has no brgemm kernel for this machine.
 const char* onednn_library();
-
-// By our own blocked loops: every machine, every type.
-KernelError blocked_matmul(const Matmul& matmul);
 
 }  // namespace kintsugi::kernels::cpu

@@ -35,7 +35,7 @@ void decode_loops(T* o, const T* q, const T* k_cache, const T* v_cache, const in
       for (int64_t d = 0; d < s.D; ++d) {
         double acc = 0;
         for (int64_t u = 0; u < length; ++u) acc += p[u] * get(v_cache[row_of(u) + d]);
-        put(o[seq * s.o_stride + h * s.D + d], acc / sum);
+        put(o[seq * s.o_stride + h * s.D + d], length > 0 ? acc / sum : 0.0);
       }
     }
   }

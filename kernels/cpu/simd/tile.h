@@ -1,0 +1,98 @@
+// The register-tiled matrix product that attention and the built-in GEMM are made of: C (R, W) = [C +] A (R, K) B (K,
+// W) in fp32, where a tile of R rows and W = 16 kVecs columns stays in registers while k runs. Each element is one
+// chain of multiply-adds over k in ascending order: its bits do not depend on the tile it lies in.
+#pragma once
+
+#include "kernels/cpu/simd/vector.h"
+
+namespace kintsugi::kernels::cpu::KTG_ISA {
+
+// The tile that fills the register file: kTileRows * kTileVecs sums, kTileVecs of B and one broadcast of A.
+#if defined(__AVX512F__)
+inline constexpr int kTileRows = 12, kTileVecs = 2;
+#else
+inline constexpr int kTileRows = 6, kTileVecs = 1;
+#endif
+
+enum class Start { kZero, kFromC };
+
+// a: element (r, k) at a[r * kARow + k * kAK].   b: row k at b + k * ldb.   c: row r at c + r * ldc.
+// With kStair, A has kRows - 1 more columns of which row r takes only the first r, and B as many more rows: the
+// causal diagonal. What lies beyond a row's own last column is not read, so it may be NaN.
+template <int kRows, int kVecs, int64_t kARow, int64_t kAK, bool kStair>
+[[gnu::always_inline]] inline void tile(float* c, int64_t ldc, const float* a, const float* b, int64_t ldb, int64_t K,
+                                        Start start) {
+  Vec sums[kRows][kVecs];
+  if (start == Start::kFromC) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kVecs; ++j) sums[r][j] = Vec::load(c + r * ldc + j * kLanes);
+    }
+  } else {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kVecs; ++j) sums[r][j] = Vec::zero();
+    }
+  }
+  for (int64_t k = 0; k < K; ++k) {
+    Vec row[kVecs];
+#pragma GCC unroll 4
+    for (int j = 0; j < kVecs; ++j) row[j] = Vec::load(b + j * kLanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const Vec x = Vec::set(a[r * kARow]);
+#pragma GCC unroll 4
+      for (int j = 0; j < kVecs; ++j) sums[r][j] = mul_add(x, row[j], sums[r][j]);
+    }
+    a += kAK;
+    b += ldb;
+  }
+  if constexpr (kStair) {
+#pragma GCC unroll 16
+    for (int s = 1; s < kRows; ++s) {
+      Vec row[kVecs];
+#pragma GCC unroll 4
+      for (int j = 0; j < kVecs; ++j) row[j] = Vec::load(b + j * kLanes);
+#pragma GCC unroll 16
+      for (int r = s; r < kRows; ++r) {
+        const Vec x = Vec::set(a[r * kARow]);
+#pragma GCC unroll 4
+        for (int j = 0; j < kVecs; ++j) sums[r][j] = mul_add(x, row[j], sums[r][j]);
+      }
+      a += kAK;
+      b += ldb;
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kVecs; ++j) sums[r][j].store(c + r * ldc + j * kLanes);
+  }
+}
+
+// The same for any number of columns that is a multiple of 16 and for `rows` <= kRows, chosen at run time.
+template <int kRows, int64_t kARow, int64_t kAK, bool kStair>
+inline void tile_columns(float* c, int64_t ldc, const float* a, const float* b, int64_t ldb, int64_t cols, int64_t K,
+                         Start start) {
+  int64_t j = 0;
+  if constexpr (kTileVecs > 1) {
+    for (; j + kTileVecs * kLanes <= cols; j += kTileVecs * kLanes) {
+      tile<kRows, kTileVecs, kARow, kAK, kStair>(c + j, ldc, a, b + j, ldb, K, start);
+    }
+  }
+  for (; j < cols; j += kLanes) tile<kRows, 1, kARow, kAK, kStair>(c + j, ldc, a, b + j, ldb, K, start);
+}
+
+template <int kRows, int64_t kARow, int64_t kAK, bool kStair = false>
+inline void tile_rows(int64_t rows, float* c, int64_t ldc, const float* a, const float* b, int64_t ldb, int64_t cols,
+                      int64_t K, Start start) {
+  if (rows == kRows) {
+    tile_columns<kRows, kARow, kAK, kStair>(c, ldc, a, b, ldb, cols, K, start);
+  } else if constexpr (kRows > 1) {
+    tile_rows<kRows - 1, kARow, kAK, kStair>(rows, c, ldc, a, b, ldb, cols, K, start);
+  }
+}
+
+}  // namespace kintsugi::kernels::cpu::KTG_ISA

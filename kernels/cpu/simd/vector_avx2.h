@@ -1,0 +1,126 @@
+// Vec: 16 floats in two AVX2 registers. The contract of every member is in vector.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace kintsugi::kernels::cpu::KTG_ISA {
+
+struct Vec {
+  __m256 lo, hi;
+
+  // Lanes begin .. begin+7 of a mask that has its first n of 16 lanes set.
+  static __m256i lanes(int64_t n, int begin) {
+    const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n) - begin), index);
+  }
+
+  static Vec zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+  static Vec set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+  static Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+  static Vec load(const float* p, int64_t n) {
+    return {_mm256_maskload_ps(p, lanes(n, 0)), _mm256_maskload_ps(p + 8, lanes(n, 8))};
+  }
+  void store(float* p) const {
+    _mm256_storeu_ps(p, lo);
+    _mm256_storeu_ps(p + 8, hi);
+  }
+  void store(float* p, int64_t n) const {
+    _mm256_maskstore_ps(p, lanes(n, 0), lo);
+    _mm256_maskstore_ps(p + 8, lanes(n, 8), hi);
+  }
+
+  static __m256 widen(__m128i h) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16)); }
+  // bfloat16 bits in the low half of each 32-bit lane.
+  static __m256i narrow(__m256 x) {
+    const __m256i u = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i quiet = _mm256_or_si256(u, _mm256_set1_epi32(0x400000));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+  }
+  static Vec load(const Bf16* p) {
+    const __m128i* h = reinterpret_cast<const __m128i*>(p);
+    return {widen(_mm_loadu_si128(h)), widen(_mm_loadu_si128(h + 1))};
+  }
+  static Vec load(const Bf16* p, int64_t n) {
+    Bf16 padded[16] = {};
+    for (int64_t i = 0; i < n; ++i) padded[i] = p[i];
+    return load(padded);
+  }
+  void store(Bf16* p) const {
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(narrow(lo), narrow(hi)), 0xd8);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), packed);
+  }
+  void store(Bf16* p, int64_t n) const {
+    Bf16 padded[16];
+    store(padded);
+    for (int64_t i = 0; i < n; ++i) p[i] = padded[i];
+  }
+
+  Vec keep(int64_t n, float other) const {
+    const __m256 o = _mm256_set1_ps(other);
+    return {_mm256_blendv_ps(o, lo, _mm256_castsi256_ps(lanes(n, 0))),
+            _mm256_blendv_ps(o, hi, _mm256_castsi256_ps(lanes(n, 8)))};
+  }
+
+  float sum() const {
+    const __m256 h = _mm256_add_ps(lo, hi);
+    const __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    const __m128 d = _mm_add_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_add_ss(d, _mm_movehdup_ps(d)));
+  }
+  float max() const {
+    const __m256 h = _mm256_max_ps(lo, hi);
+    const __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    const __m128 d = _mm_max_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_max_ss(d, _mm_movehdup_ps(d)));
+  }
+};
+
+inline Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+inline Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+inline Vec mul_add(Vec a, Vec b, Vec c) {
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+inline Vec neg_mul_add(Vec a, Vec b, Vec c) {
+  return {_mm256_fnmadd_ps(a.lo, b.lo, c.lo), _mm256_fnmadd_ps(a.hi, b.hi, c.hi)};
+}
+inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+inline Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+inline Vec sqrt(Vec a) { return {_mm256_sqrt_ps(a.lo), _mm256_sqrt_ps(a.hi)}; }
+inline Vec round(Vec a) {
+  return {_mm256_round_ps(a.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+          _mm256_round_ps(a.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+inline Vec zero_where_less(Vec a, Vec x, Vec bound) {
+  return {_mm256_and_ps(_mm256_cmp_ps(x.lo, bound.lo, _CMP_NLT_UQ), a.lo),
+          _mm256_and_ps(_mm256_cmp_ps(x.hi, bound.hi, _CMP_NLT_UQ), a.hi)};
+}
+inline Vec times_power_of_two(Vec a, Vec n) {
+  const __m256i lo = _mm256_slli_epi32(_mm256_cvtps_epi32(n.lo), 23);
+  const __m256i hi = _mm256_slli_epi32(_mm256_cvtps_epi32(n.hi), 23);
+  return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.lo), lo)),
+          _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.hi), hi))};
+}
+
+struct SquareSums {
+  __m256d s[4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()};
+  void add(Vec x) {
+    const __m128 quarter[4] = {_mm256_castps256_ps128(x.lo), _mm256_extractf128_ps(x.lo, 1),
+                               _mm256_castps256_ps128(x.hi), _mm256_extractf128_ps(x.hi, 1)};
+    for (int i = 0; i < 4; ++i) {
+      const __m256d a = _mm256_cvtps_pd(quarter[i]);
+      s[i] = _mm256_fmadd_pd(a, a, s[i]);
+    }
+  }
+  void store(double* lanes16) const {
+    for (int i = 0; i < 4; ++i) _mm256_storeu_pd(lanes16 + 4 * i, s[i]);
+  }
+};
+
+}  // namespace kintsugi::kernels::cpu::KTG_ISA

@@ -1,0 +1,79 @@
+// Vec: 16 floats in one AVX-512 register. The contract of every member is in vector.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace kintsugi::kernels::cpu::KTG_ISA {
+
+struct Vec {
+  __m512 v;
+
+  static __mmask16 lanes(int64_t n) { return static_cast<__mmask16>((1u << n) - 1u); }
+
+  static Vec zero() { return {_mm512_setzero_ps()}; }
+  static Vec set(float x) { return {_mm512_set1_ps(x)}; }
+  static Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static Vec load(const float* p, int64_t n) { return {_mm512_maskz_loadu_ps(lanes(n), p)}; }
+  void store(float* p) const { _mm512_storeu_ps(p, v); }
+  void store(float* p, int64_t n) const { _mm512_mask_storeu_ps(p, lanes(n), v); }
+
+  static Vec from_bf16(__m256i h) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))}; }
+  __m256i to_bf16() const {
+    const __m512i u = _mm512_castps_si512(v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __m512i quiet = _mm512_or_si512(u, _mm512_set1_epi32(0x400000));
+    const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_blend_epi32(nan, rounded, quiet), 16));
+  }
+  static Vec load(const Bf16* p) { return from_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+  static Vec load(const Bf16* p, int64_t n) { return from_bf16(_mm256_maskz_loadu_epi16(lanes(n), p)); }
+  void store(Bf16* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bf16()); }
+  void store(Bf16* p, int64_t n) const { _mm256_mask_storeu_epi16(p, lanes(n), to_bf16()); }
+
+  Vec keep(int64_t n, float other) const { return {_mm512_mask_blend_ps(lanes(n), _mm512_set1_ps(other), v)}; }
+
+  float sum() const {
+    const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+    const __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    const __m128 d = _mm_add_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_add_ss(d, _mm_movehdup_ps(d)));
+  }
+  float max() const { return _mm512_reduce_max_ps(v); }
+};
+
+inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Vec mul_add(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Vec neg_mul_add(Vec a, Vec b, Vec c) { return {_mm512_fnmadd_ps(a.v, b.v, c.v)}; }
+inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline Vec sqrt(Vec a) { return {_mm512_sqrt_ps(a.v)}; }
+inline Vec round(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+inline Vec zero_where_less(Vec a, Vec x, Vec bound) {
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, bound.v, _CMP_NLT_UQ), a.v)};
+}
+inline Vec times_power_of_two(Vec a, Vec n) {
+  const __m512i shift = _mm512_slli_epi32(_mm512_cvtps_epi32(n.v), 23);
+  return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), shift))};
+}
+// Both rows of squares in double, added to `acc` (16 lanes).
+struct SquareSums {
+  __m512d lo = _mm512_setzero_pd(), hi = _mm512_setzero_pd();
+  void add(Vec x) {
+    const __m512d a = _mm512_cvtps_pd(_mm512_castps512_ps256(x.v));
+    const __m512d b = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x.v, 1));
+    lo = _mm512_fmadd_pd(a, a, lo);
+    hi = _mm512_fmadd_pd(b, b, hi);
+  }
+  void store(double* lanes16) const {
+    _mm512_storeu_pd(lanes16, lo);
+    _mm512_storeu_pd(lanes16 + 8, hi);
+  }
+};
+
+}  // namespace kintsugi::kernels::cpu::KTG_ISA
