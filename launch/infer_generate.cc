@@ -156,6 +156,15 @@ std::string visible(Continuation& continuation, const runtime::TokenEvent& event
   return out;
 }
 
+// Texts that ended before what was asked for.
+void print_ends(const std::vector<Continuation>& continuations, int64_t max_seq_len) {
+  int64_t cut = 0;
+  for (const Continuation& c : continuations) cut += c.finish == std::string_view("context") ? 1 : 0;
+  if (cut == 0) return;
+  std::fprintf(stderr, "%s of %s texts ended at the model's context of %s tokens\n", grouped(cut).c_str(),
+               grouped(static_cast<int64_t>(continuations.size())).c_str(), grouped(max_seq_len).c_str());
+}
+
 void print_timing(const Engine& engine) {
   const runtime::EngineStats& stats = engine.stats();
   const auto rate = [](int64_t tokens, int64_t ns) {
@@ -258,6 +267,7 @@ int run_generate(const GenerateOptions& options) {
     return report_error(status, kExitUsage);
   }
   if (const int code = finish_stdout(); code != kExitOk) return code;
+  print_ends(continuations, loaded.config().max_seq_len);
   print_timing(**engine);
   return kExitOk;
 }

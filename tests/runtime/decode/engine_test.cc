@@ -117,8 +117,10 @@ TEST_P(EngineModelTest, DecodeStaysWithinItsBoundOfTheFullForwardAtEveryStep) {
   tokens.insert(tokens.end(), out.ids.begin(), out.ids.end());
   const std::vector<float> full = model.full_forward(tokens);
   double largest = 0;
+  size_t same_rows = 0;
   for (size_t i = 0; i < out.ids.size(); ++i) {
     const size_t position = prompt.size() + i - 1;
+    same_rows += std::equal(&out.logits[i * V], &out.logits[i * V] + V, &full[position * V]) ? 1 : 0;
     const double bound = decode_bound(model, static_cast<int64_t>(position) + 1);
     for (int64_t v = 0; v < V; ++v) {
       const double difference = std::abs(out.logits[i * V + v] - full[position * V + v]);
@@ -126,8 +128,34 @@ TEST_P(EngineModelTest, DecodeStaysWithinItsBoundOfTheFullForwardAtEveryStep) {
       largest = std::max(largest, difference);
     }
   }
+  // In bf16 the worst case is wide but rare: fp32 sums that differ by 1e-6 of themselves round to different
+  // neighbours, 2^-8 apart, about once in 4,000 values. Most rows meet no such value.
+  if (model.dtype == DType::kBF16) {
+    EXPECT_GE(same_rows, out.ids.size() / 2);
+  }
+  std::printf("%zu of %zu rows have the same bits; ", same_rows, out.ids.size());
   std::printf("largest difference %.3g, bound %.3g\n", largest,
               decode_bound(model, static_cast<int64_t>(tokens.size())));
+}
+
+// The fp32 bound would let nothing through that matters: one wrong token far back in the context moves some logit of
+// every later position further.
+TEST(EngineBoundTest, TheBoundIsBelowTheEffectOfOneWrongToken) {
+  for (const ModelConfig& config : {tiny_llama(), tiny_gpt2()}) {
+    TestModel model(config, DType::kF32);
+    const int64_t V = config.vocab_size;
+    std::vector<int32_t> tokens = random_prompt(143, 7);
+    const std::vector<float> right = model.full_forward(tokens);
+    tokens[10] ^= 1;
+    const std::vector<float> wrong = model.full_forward(tokens);
+    for (int64_t position = 10; position < 143; ++position) {
+      double largest = 0;
+      for (int64_t v = 0; v < V; ++v) {
+        largest = std::max(largest, std::abs(double{right[position * V + v]} - wrong[position * V + v]));
+      }
+      EXPECT_GT(largest, decode_bound(model, position + 1)) << config.family << " position " << position;
+    }
+  }
 }
 
 // Sequences of different lengths that join and leave as they please: each has the bits that it has alone.
