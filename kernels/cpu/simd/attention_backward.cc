@@ -19,37 +19,32 @@ static_assert(kQueries % kRows == 0 && kKeys % kQueries == 0);
 
 // Packed fp32 operands of one key/value head and of one query head of its group, and the sums.
 struct Head {
-  float *k, *v, *k_t, *v_t;  // (T, ld) and their transposes (D, t_ld)
-  float *dk, *dv;            // (T, ld)
-  float *q, *d_o, *dq;       // (T, ld), q scaled
-  float *q_t, *do_t;         // (D, kRows) of the tile at hand
-  float *p, *ds;             // (kQueries, kKeys)
-  float* delta;              // (T)
-  int64_t ld, t_ld;
+  float *k, *k_t, *v_t;  // (T, ld); panels
+  float *dk, *dv;        // (T, ld)
+  float *q, *d_o, *dq;   // (T, ld), q scaled
+  float *p, *ds;         // (kQueries, kKeys)
+  float* delta;          // (T)
+  int64_t ld;
 };
 
-int64_t round_line(int64_t floats) { return round_up(floats, kLanes); }
-
 int64_t head_floats(const AttentionShape& s) {
-  const int64_t ld = round_up(s.D, kLanes), t_ld = round_up(s.T, kLanes);
-  return 2 * s.D * t_ld + 7 * s.T * ld + 2 * round_line(s.D * kRows) + 2 * kQueries * kKeys + t_ld;
+  const int64_t ld = round_up(s.D, kLanes);
+  return 2 * panel_floats(s.T, s.D) + 6 * s.T * ld + 2 * kQueries * kKeys + round_up(s.T, kLanes);
 }
 
 Head carve(float* memory, const AttentionShape& s) {
   Head h;
   h.ld = round_up(s.D, kLanes);
-  h.t_ld = round_up(s.T, kLanes);
   const auto take = [&](int64_t floats) {
     float* taken = memory;
     memory += floats;
     return taken;
   };
-  h.k_t = take(s.D * h.t_ld), h.v_t = take(s.D * h.t_ld);
-  h.k = take(s.T * h.ld), h.v = take(s.T * h.ld), h.dk = take(s.T * h.ld), h.dv = take(s.T * h.ld);
+  h.k_t = take(panel_floats(s.T, s.D)), h.v_t = take(panel_floats(s.T, s.D));
+  h.k = take(s.T * h.ld), h.dk = take(s.T * h.ld), h.dv = take(s.T * h.ld);
   h.q = take(s.T * h.ld), h.d_o = take(s.T * h.ld), h.dq = take(s.T * h.ld);
-  h.q_t = take(round_line(s.D * kRows)), h.do_t = take(round_line(s.D * kRows));
   h.p = take(kQueries * kKeys), h.ds = take(kQueries * kKeys);
-  h.delta = take(h.t_ld);
+  h.delta = take(round_up(s.T, kLanes));
   return h;
 }
 
@@ -57,14 +52,8 @@ Head carve(float* memory, const AttentionShape& s) {
 void scores_tile(const Head& h, const float* lse, int64_t D, int64_t t, int64_t rows, int64_t j0, int64_t width,
                  float* p, float* ds) {
   const int64_t cols = round_up(width, kLanes);
-  for (int64_t d = 0; d < D; ++d) {
-    for (int64_t r = 0; r < rows; ++r) {
-      h.q_t[d * kRows + r] = h.q[(t + r) * h.ld + d];
-      h.do_t[d * kRows + r] = h.d_o[(t + r) * h.ld + d];
-    }
-  }
-  tile_rows<kRows, 1, kRows>(rows, p, kKeys, h.q_t, h.k_t + j0, h.t_ld, cols, D, Start::kZero);
-  tile_rows<kRows, 1, kRows>(rows, ds, kKeys, h.do_t, h.v_t + j0, h.t_ld, cols, D, Start::kZero);
+  multiply_panels<kRows>(rows, p, kKeys, h.q + t * h.ld, h.ld, h.k_t, j0, width, D);
+  multiply_panels<kRows>(rows, ds, kKeys, h.d_o + t * h.ld, h.ld, h.v_t, j0, width, D);
   for (int64_t r = 0; r < rows; ++r) {
     const Vec shift = Vec::set(lse[t + r]), delta = Vec::set(h.delta[t + r]);
     const int64_t count = min_of(width, t + r + 1 - j0);
@@ -91,16 +80,16 @@ void block(const Head& h, const float* lse, int64_t D, int64_t t0, int64_t count
     float* p = h.p + r * kKeys;
     float* ds = h.ds + r * kKeys;
     scores_tile(h, lse, D, t, rows, j0, width, p, ds);
-    tile_rows<kRows, kKeys, 1>(rows, h.dq + t * h.ld, h.ld, ds, h.k + j0 * h.ld, h.ld, h.ld, width,
+    tile_rows<kRows, kKeys, 1>(rows, h.dq + t * h.ld, h.ld, ds, 0, h.k + j0 * h.ld, h.ld, h.ld, width,
                                j0 == 0 ? Start::kZero : Start::kFromC);
   }
   // Transposed: a tile of keys takes the query rows from its own first key on; earlier rows do not see any of them.
   for (int64_t j = j0; j < key_end; j += kRows) {
     const int64_t rows = min_of(kRows, key_end - j), first = max_of(t0, j), depth = t0 + count - first;
     const int64_t offset = (first - t0) * kKeys + (j - j0);
-    tile_rows<kRows, 1, kKeys>(rows, h.dv + j * h.ld, h.ld, h.p + offset, h.d_o + first * h.ld, h.ld, h.ld, depth,
+    tile_rows<kRows, 1, kKeys>(rows, h.dv + j * h.ld, h.ld, h.p + offset, 0, h.d_o + first * h.ld, h.ld, h.ld, depth,
                                Start::kFromC);
-    tile_rows<kRows, 1, kKeys>(rows, h.dk + j * h.ld, h.ld, h.ds + offset, h.q + first * h.ld, h.ld, h.ld, depth,
+    tile_rows<kRows, 1, kKeys>(rows, h.dk + j * h.ld, h.ld, h.ds + offset, 0, h.q + first * h.ld, h.ld, h.ld, depth,
                                Start::kFromC);
   }
 }
@@ -127,24 +116,42 @@ void row_dots(float* delta, const float* d_o, const T* o, int64_t rows, int64_t 
   }
 }
 
+// Rows [t0, t0 + count) of what the next query head, and after the group's last one the next group, will pack.
+template <class T>
+void prefetch_next(const T* d_o, const T* o, const T* q, const T* k, const T* v, const AttentionShape& s, int64_t h,
+                   int64_t t0, int64_t count) {
+  const int64_t next = h + 1;
+  if (next == s.H) return;
+  prefetch_rows(q + t0 * s.q_stride + next * s.D, count, s.D, s.q_stride);
+  prefetch_rows(d_o + t0 * s.o_stride + next * s.D, count, s.D, s.o_stride);
+  prefetch_rows(o + t0 * s.o_stride + next * s.D, count, s.D, s.o_stride);
+  const int64_t group = s.H / s.K;
+  if (next % group != 0) return;
+  prefetch_rows(k + t0 * s.k_stride + next / group * s.D, count, s.D, s.k_stride);
+  prefetch_rows(v + t0 * s.v_stride + next / group * s.D, count, s.D, s.v_stride);
+}
+
 // All of one key/value head: pointers at its sequence's first token.
 template <class T>
 void backward_group(T* dq, T* dk, T* dv, const T* d_o, const T* o, const float* lse, const T* q, const T* k, const T* v,
                     const AttentionShape& s, int64_t g, const Head& head) {
-  pack_head(head.k, k + g * s.D, s.T, s.D, s.k_stride, 1.0f);
-  pack_head(head.v, v + g * s.D, s.T, s.D, s.v_stride, 1.0f);
-  transpose_head(head.k_t, head.t_ld, head.k, s.T, s.D);
-  transpose_head(head.v_t, head.t_ld, head.v, s.T, s.D);
+  pack_rows(head.k, k + g * s.D, s.T, s.D, s.k_stride, 1.0f);
+  for (int64_t t0 = 0; t0 < s.T; t0 += kLanes) {
+    pack_panel_block(head.k_t, k + g * s.D, t0, s.T, s.D, s.k_stride);
+    pack_panel_block(head.v_t, v + g * s.D, t0, s.T, s.D, s.v_stride);
+  }
   const size_t sum_bytes = static_cast<size_t>(s.T * head.ld) * sizeof(float);
   __builtin_memset(head.dk, 0, sum_bytes);
   __builtin_memset(head.dv, 0, sum_bytes);
   const int64_t group = s.H / s.K;
   for (int64_t h = g * group; h < (g + 1) * group; ++h) {
-    pack_head(head.q, q + h * s.D, s.T, s.D, s.q_stride, s.scale);
-    pack_head(head.d_o, d_o + h * s.D, s.T, s.D, s.o_stride, 1.0f);
+    pack_rows(head.q, q + h * s.D, s.T, s.D, s.q_stride, s.scale);
+    pack_rows(head.d_o, d_o + h * s.D, s.T, s.D, s.o_stride, 1.0f);
     row_dots(head.delta, head.d_o, o + h * s.D, s.T, s.D, s.o_stride);
     for (int64_t t0 = 0; t0 < s.T; t0 += kQueries) {
       const int64_t count = min_of(kQueries, s.T - t0);
+      prefetch_next(d_o, o, q, k, v, s, h, t0, count);
+      prefetch_rows(dq + t0 * s.q_stride + h * s.D, count, s.D, s.q_stride);  // to be written below
       for (int64_t j0 = 0; j0 < t0 + count; j0 += kKeys) block(head, lse + h * s.T, s.D, t0, count, j0);
     }
     unpack_head(dq + h * s.D, head.dq, s.T, s.D, s.q_stride, s.scale);

@@ -52,8 +52,7 @@ float softmax_row(float* scores, int64_t count, float* running_max, float* runni
 }
 
 // Query rows [t0, t0 + rows) against all keys that they see.
-void run_tile(Tile& tile, const float* keys, int64_t keys_ld, const float* values, int64_t t0, int64_t rows,
-              int64_t D) {
+void run_tile(Tile& tile, const float* keys, const float* values, int64_t t0, int64_t rows, int64_t D) {
   const int64_t ld = round_up(D, kLanes);
   for (int r = 0; r < kRows; ++r) {
     tile.max[r] = kMinusInfinity;
@@ -62,8 +61,7 @@ void run_tile(Tile& tile, const float* keys, int64_t keys_ld, const float* value
   const int64_t end = t0 + rows;  // one past the last key that any row sees
   for (int64_t j0 = 0; j0 < end; j0 += kKeys) {
     const int64_t width = min_of(kKeys, end - j0);
-    tile_rows<kRows, 1, kRows>(rows, tile.scores, kKeys, tile.q, keys + j0, keys_ld, round_up(width, kLanes), D,
-                               Start::kZero);
+    multiply_panels<kRows>(rows, tile.scores, kKeys, tile.q, ld, keys, j0, width, D);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t count = min_of(kKeys, t0 + r + 1 - j0);
       const float correction = softmax_row(tile.scores + r * kKeys, count, &tile.max[r], &tile.sum[r]);
@@ -75,49 +73,36 @@ void run_tile(Tile& tile, const float* keys, int64_t keys_ld, const float* value
     const Start start = j0 == 0 ? Start::kZero : Start::kFromC;
     const float* block_values = values + j0 * ld;
     if (end <= j0 + kKeys) {  // the diagonal: row r sees r keys more than row 0
-      tile_rows<kRows, kKeys, 1, true>(rows, tile.o, ld, tile.scores, block_values, ld, ld, t0 + 1 - j0, start);
+      tile_rows<kRows, kKeys, 1, true>(rows, tile.o, ld, tile.scores, 0, block_values, ld, ld, t0 + 1 - j0, start);
     } else {
-      tile_rows<kRows, kKeys, 1>(rows, tile.o, ld, tile.scores, block_values, ld, ld, kKeys, start);
+      tile_rows<kRows, kKeys, 1>(rows, tile.o, ld, tile.scores, 0, block_values, ld, ld, kKeys, start);
     }
   }
 }
 
-// Transposes scaled queries into [d][kRows], missing rows zero.
-template <class T>
-void load_queries(float* out, const T* q, int64_t rows, int64_t D, int64_t stride, float scale) {
-  const Vec s = Vec::set(scale);
-  for (int64_t r = 0; r < kRows; ++r) {
-    for_vectors(D, [&](int64_t d, auto lanes) {
-      float line[kLanes];
-      (r < rows ? load(q + r * stride + d, lanes) * s : Vec::zero()).store(line);
-      for (int64_t i = 0; i < min_of(kLanes, D - d); ++i) out[(d + i) * kRows + r] = line[i];
-    });
-  }
-}
-
-// One sequence's packed keys (K, D, keys_ld), transposed, and values (K, T, ld).
+// One sequence's packed keys (K panels) and values (K, T, ld).
 struct Packed {
   const float* keys;
   const float* values;
-  int64_t keys_ld, ld;
+  int64_t ld;
 };
 
 template <class T>
 KernelError run_tiles(T* o, float* lse, const T* q, const Packed& packed, const AttentionShape& s, int64_t h,
                       int64_t begin, int64_t end) {
   const int64_t g = h / (s.H / s.K);
-  const int64_t floats = s.D * kRows + kRows * packed.ld;
+  const int64_t floats = 2 * kRows * packed.ld;
   float* memory =
       static_cast<float*>(thread_scratch(ScratchSlot::kWorker, floats * static_cast<int64_t>(sizeof(float))));
   if (memory == nullptr) return ENOMEM;
   Tile tile;
   tile.q = memory;
-  tile.o = memory + s.D * kRows;
+  tile.o = memory + kRows * packed.ld;
   for (int64_t t0 = begin; t0 < end; t0 += kRows) {
     const int64_t rows = min_of(kRows, end - t0);
-    load_queries(tile.q, q + t0 * s.q_stride + h * s.D, rows, s.D, s.q_stride, s.scale);
-    run_tile(tile, packed.keys + g * s.D * packed.keys_ld, packed.keys_ld, packed.values + g * s.T * packed.ld, t0,
-             rows, s.D);
+    if (h + 1 < s.H) prefetch_rows(q + t0 * s.q_stride + (h + 1) * s.D, rows, s.D, s.q_stride);
+    pack_rows(tile.q, q + t0 * s.q_stride + h * s.D, rows, s.D, s.q_stride, s.scale);
+    run_tile(tile, packed.keys + g * panel_floats(s.T, s.D), packed.values + g * s.T * packed.ld, t0, rows, s.D);
     for (int64_t r = 0; r < rows; ++r) {
       const Vec inverse = Vec::set(1.0f / tile.sum[r]);
       T* out = o + (t0 + r) * s.o_stride + h * s.D;
@@ -132,22 +117,24 @@ KernelError run_tiles(T* o, float* lse, const T* q, const Packed& packed, const 
 template <class T>
 KernelError forward_sequence(T* o, float* lse, const T* q, const T* k, const T* v, const AttentionShape& s,
                              float* memory) {
-  const int64_t ld = round_up(s.D, kLanes), keys_ld = round_up(s.T, kLanes);
+  const int64_t ld = round_up(s.D, kLanes), keys_floats = panel_floats(s.T, s.D);
   float* keys = memory;
-  float* values = keys + s.K * s.D * keys_ld;
-  float* rows = values + s.K * s.T * ld;
-  parallel_ranges(s.K, s.K * s.T * s.D, [&](int64_t begin, int64_t end) {
-    for (int64_t g = begin; g < end; ++g) {
-      pack_head(rows + g * s.T * ld, k + g * s.D, s.T, s.D, s.k_stride, 1.0f);
-      transpose_head(keys + g * s.D * keys_ld, keys_ld, rows + g * s.T * ld, s.T, s.D);
-      pack_head(values + g * s.T * ld, v + g * s.D, s.T, s.D, s.v_stride, 1.0f);
+  float* values = keys + s.K * keys_floats;
+  // Heads inside tokens: memory is read in the order in which it lies.
+  parallel_ranges(ceil_div(s.T, kLanes), s.K * s.T * s.D, [&](int64_t begin, int64_t end) {
+    for (int64_t t0 = begin * kLanes; t0 < min_of(end * kLanes, s.T); t0 += kLanes) {
+      for (int64_t g = 0; g < s.K; ++g) {
+        pack_panel_block(keys + g * keys_floats, k + g * s.D, t0, s.T, s.D, s.k_stride);
+        pack_rows(values + (g * s.T + t0) * ld, v + t0 * s.v_stride + g * s.D, min_of(kLanes, s.T - t0), s.D,
+                  s.v_stride, 1.0f);
+      }
     }
   });
   // Chunks of rows, early ones (few keys) and late ones (many) in turn, so that equal ranges are equal work.
   constexpr int64_t kChunk = 64;
   static_assert(kChunk % kRows == 0);
   const int64_t chunks = ceil_div(s.T, kChunk);
-  const Packed packed{keys, values, keys_ld, ld};
+  const Packed packed{keys, values, ld};
   KernelError error = kKernelOk;
   parallel_ranges(s.H * chunks, s.H * s.T * s.T * s.D / 16, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
@@ -164,7 +151,7 @@ KernelError forward_sequence(T* o, float* lse, const T* q, const T* k, const T* 
 KernelError attention_forward(void* o, float* lse, const void* q, const void* k, const void* v, const AttentionShape& s,
                               DType dtype, StreamHandle) {
   const int64_t ld = round_up(s.D, kLanes);
-  const int64_t floats = s.K * (s.D * round_up(s.T, kLanes) + 2 * s.T * ld);
+  const int64_t floats = s.K * (panel_floats(s.T, s.D) + s.T * ld);
   float* memory =
       static_cast<float*>(thread_scratch(ScratchSlot::kCaller, floats * static_cast<int64_t>(sizeof(float))));
   if (memory == nullptr) return ENOMEM;

@@ -1,6 +1,6 @@
 // The built-in matrix product, for machines where oneDNN is absent or has no kernel whose rows keep their bits.
 // Blocking after Goto & van de Geijn, Anatomy of High-Performance Matrix Multiplication (TOMS 34(3), 2008):
-//   a panel   kPanel columns of B, all K rows, packed in fp32; panels are grouped into blocks of kBlockCols
+//   a panel   kPanel columns (tile.h) of B, all K rows, packed in fp32; panels are grouped into blocks of kBlockCols
 //   a block   kBlockRows rows of A, kDepth of K at a time, packed in fp32
 // Each element of C is one chain over k in ascending order that starts from the bias or from C itself, so its bits
 // depend on nothing but its row of A and its column of B.
@@ -12,7 +12,6 @@
 namespace kintsugi::kernels::cpu::KTG_ISA {
 namespace {
 
-constexpr int64_t kPanel = kTileVecs * kLanes;
 constexpr int64_t kDepth = 256;
 constexpr int64_t kBlockRows = 8 * kTileRows;
 constexpr int64_t kBlockCols = 512;
@@ -72,10 +71,10 @@ void multiply(float* c, int64_t ldc, const float* block, const float* panel, boo
   for (int64_t r = 0; r < rows; r += kTileRows) {
     const int64_t count = min_of(kTileRows, rows - r);
     if (transposed) {
-      tile_rows<kTileRows, 1, kTileRows>(count, c + r * ldc, ldc, block + r * kDepth, panel, kPanel, kPanel, depth,
+      tile_rows<kTileRows, 1, kTileRows>(count, c + r * ldc, ldc, block + r * kDepth, 0, panel, kPanel, kPanel, depth,
                                          Start::kFromC);
     } else {
-      tile_rows<kTileRows, kDepth, 1>(count, c + r * ldc, ldc, block + r * kDepth, panel, kPanel, kPanel, depth,
+      tile_rows<kTileRows, kDepth, 1>(count, c + r * ldc, ldc, block + r * kDepth, 0, panel, kPanel, kPanel, depth,
                                       Start::kFromC);
     }
   }

@@ -14,14 +14,19 @@ inline constexpr int kTileRows = 12, kTileVecs = 2;
 inline constexpr int kTileRows = 6, kTileVecs = 1;
 #endif
 
+// Columns of a packed operand that a full tile takes at once.
+inline constexpr int64_t kPanel = kTileVecs * kLanes;
+
 enum class Start { kZero, kFromC };
 
-// a: element (r, k) at a[r * kARow + k * kAK].   b: row k at b + k * ldb.   c: row r at c + r * ldc.
+// a: element (r, k) at a[r * row + k * kAK], row = kARow, or `a_row` when kARow is 0.   b: row k at b + k * ldb.
+// c: row r at c + r * ldc.
 // With kStair, A has kRows - 1 more columns of which row r takes only the first r, and B as many more rows: the
 // causal diagonal. What lies beyond a row's own last column is not read, so it may be NaN.
 template <int kRows, int kVecs, int64_t kARow, int64_t kAK, bool kStair>
-[[gnu::always_inline]] inline void tile(float* c, int64_t ldc, const float* a, const float* b, int64_t ldb, int64_t K,
-                                        Start start) {
+[[gnu::always_inline]] inline void tile(float* c, int64_t ldc, const float* a, int64_t a_row, const float* b,
+                                        int64_t ldb, int64_t K, Start start) {
+  const int64_t row_stride = kARow > 0 ? kARow : a_row;
   Vec sums[kRows][kVecs];
   if (start == Start::kFromC) {
 #pragma GCC unroll 16
@@ -42,7 +47,7 @@ template <int kRows, int kVecs, int64_t kARow, int64_t kAK, bool kStair>
     for (int j = 0; j < kVecs; ++j) row[j] = Vec::load(b + j * kLanes);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const Vec x = Vec::set(a[r * kARow]);
+      const Vec x = Vec::set(a[r * row_stride]);
 #pragma GCC unroll 4
       for (int j = 0; j < kVecs; ++j) sums[r][j] = mul_add(x, row[j], sums[r][j]);
     }
@@ -57,7 +62,7 @@ template <int kRows, int kVecs, int64_t kARow, int64_t kAK, bool kStair>
       for (int j = 0; j < kVecs; ++j) row[j] = Vec::load(b + j * kLanes);
 #pragma GCC unroll 16
       for (int r = s; r < kRows; ++r) {
-        const Vec x = Vec::set(a[r * kARow]);
+        const Vec x = Vec::set(a[r * row_stride]);
 #pragma GCC unroll 4
         for (int j = 0; j < kVecs; ++j) sums[r][j] = mul_add(x, row[j], sums[r][j]);
       }
@@ -74,24 +79,24 @@ template <int kRows, int kVecs, int64_t kARow, int64_t kAK, bool kStair>
 
 // The same for any number of columns that is a multiple of 16 and for `rows` <= kRows, chosen at run time.
 template <int kRows, int64_t kARow, int64_t kAK, bool kStair>
-inline void tile_columns(float* c, int64_t ldc, const float* a, const float* b, int64_t ldb, int64_t cols, int64_t K,
-                         Start start) {
+inline void tile_columns(float* c, int64_t ldc, const float* a, int64_t a_row, const float* b, int64_t ldb,
+                         int64_t cols, int64_t K, Start start) {
   int64_t j = 0;
   if constexpr (kTileVecs > 1) {
     for (; j + kTileVecs * kLanes <= cols; j += kTileVecs * kLanes) {
-      tile<kRows, kTileVecs, kARow, kAK, kStair>(c + j, ldc, a, b + j, ldb, K, start);
+      tile<kRows, kTileVecs, kARow, kAK, kStair>(c + j, ldc, a, a_row, b + j, ldb, K, start);
     }
   }
-  for (; j < cols; j += kLanes) tile<kRows, 1, kARow, kAK, kStair>(c + j, ldc, a, b + j, ldb, K, start);
+  for (; j < cols; j += kLanes) tile<kRows, 1, kARow, kAK, kStair>(c + j, ldc, a, a_row, b + j, ldb, K, start);
 }
 
 template <int kRows, int64_t kARow, int64_t kAK, bool kStair = false>
-inline void tile_rows(int64_t rows, float* c, int64_t ldc, const float* a, const float* b, int64_t ldb, int64_t cols,
-                      int64_t K, Start start) {
+inline void tile_rows(int64_t rows, float* c, int64_t ldc, const float* a, int64_t a_row, const float* b, int64_t ldb,
+                      int64_t cols, int64_t K, Start start) {
   if (rows == kRows) {
-    tile_columns<kRows, kARow, kAK, kStair>(c, ldc, a, b, ldb, cols, K, start);
+    tile_columns<kRows, kARow, kAK, kStair>(c, ldc, a, a_row, b, ldb, cols, K, start);
   } else if constexpr (kRows > 1) {
-    tile_rows<kRows - 1, kARow, kAK, kStair>(rows, c, ldc, a, b, ldb, cols, K, start);
+    tile_rows<kRows - 1, kARow, kAK, kStair>(rows, c, ldc, a, a_row, b, ldb, cols, K, start);
   }
 }
 

@@ -12,6 +12,7 @@
 //   max(a, b), min(a, b)       b when either is NaN
 //   zero_where_less(a, x, y)   0 in lanes where x < y, else a (also when x is NaN)
 //   times_power_of_two(a, n)   a 2^n for integral n, where neither a nor the result is subnormal
+//   transpose(rows)            a 16 x 16 block in place
 //   SquareSums                 16 sums of squares in double, one a lane
 #pragma once
 

@@ -123,4 +123,44 @@ struct SquareSums {
   }
 };
 
+// Rows become columns in an 8 x 8 block: pairs, then quads of floats inside 128-bit halves, then the halves.
+inline void transpose8(__m256 (&r)[8]) {
+  __m256 a[8], b[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i += 2) {
+    a[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    a[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i += 4) {
+    b[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44);
+    b[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
+    b[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
+    b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm256_permute2f128_ps(b[i], b[i + 4], 0x20);
+    r[i + 4] = _mm256_permute2f128_ps(b[i], b[i + 4], 0x31);
+  }
+}
+
+inline void transpose(Vec (&rows)[16]) {
+  __m256 top_left[8], top_right[8], bottom_left[8], bottom_right[8];
+  for (int i = 0; i < 8; ++i) {
+    top_left[i] = rows[i].lo;
+    top_right[i] = rows[i].hi;
+    bottom_left[i] = rows[i + 8].lo;
+    bottom_right[i] = rows[i + 8].hi;
+  }
+  transpose8(top_left);
+  transpose8(top_right);
+  transpose8(bottom_left);
+  transpose8(bottom_right);
+  for (int i = 0; i < 8; ++i) {
+    rows[i] = {top_left[i], bottom_left[i]};
+    rows[i + 8] = {top_right[i], bottom_right[i]};
+  }
+}
+
 }  // namespace kintsugi::kernels::cpu::KTG_ISA

@@ -76,4 +76,35 @@ struct SquareSums {
   }
 };
 
+// Rows become columns: pairs, then quads of floats inside 128-bit parts, then the parts themselves.
+inline void transpose(Vec (&rows)[16]) {
+  __m512 a[16], b[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_ps(rows[i].v, rows[i + 1].v);
+    a[i + 1] = _mm512_unpackhi_ps(rows[i].v, rows[i + 1].v);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 4) {
+    b[i] = _mm512_shuffle_ps(a[i], a[i + 2], 0x44);
+    b[i + 1] = _mm512_shuffle_ps(a[i], a[i + 2], 0xee);
+    b[i + 2] = _mm512_shuffle_ps(a[i + 1], a[i + 3], 0x44);
+    b[i + 3] = _mm512_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 4; ++i) {
+    a[i] = _mm512_shuffle_f32x4(b[i], b[i + 4], 0x88);
+    a[i + 4] = _mm512_shuffle_f32x4(b[i], b[i + 4], 0xdd);
+    a[i + 8] = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0x88);
+    a[i + 12] = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0xdd);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 4; ++i) {
+    rows[i].v = _mm512_shuffle_f32x4(a[i], a[i + 8], 0x88);
+    rows[i + 8].v = _mm512_shuffle_f32x4(a[i], a[i + 8], 0xdd);
+    rows[i + 4].v = _mm512_shuffle_f32x4(a[i + 4], a[i + 12], 0x88);
+    rows[i + 12].v = _mm512_shuffle_f32x4(a[i + 4], a[i + 12], 0xdd);
+  }
+}
+
 }  // namespace kintsugi::kernels::cpu::KTG_ISA

@@ -130,4 +130,14 @@ struct SquareSums {
   void store(double* lanes16) const { std::memcpy(lanes16, s, sizeof s); }
 };
 
+inline void transpose(Vec (&rows)[16]) {
+  for (int i = 0; i < 16; ++i) {
+    for (int j = 0; j < i; ++j) {
+      const float kept = rows[i].v[j];
+      rows[i].v[j] = rows[j].v[i];
+      rows[j].v[i] = kept;
+    }
+  }
+}
+
 }  // namespace kintsugi::kernels::cpu::KTG_ISA
