@@ -1,0 +1,20 @@
+# Fails when an object file of an instruction set variant defines a symbol that the linker may merge with one of the
+# same name from elsewhere (weak functions) outside the variant's namespace: a program could then run AVX-512 code on a
+# machine without it. Called with -DISA=<namespace> -DNM=<nm> -DOBJECTS=<list>.
+string(REPLACE "|" ";" objects "${OBJECTS}")
+execute_process(COMMAND ${NM} --demangle --defined-only ${objects} OUTPUT_VARIABLE symbols RESULT_VARIABLE failed)
+if(failed)
+  message(FATAL_ERROR "${NM} failed")
+endif()
+string(REGEX MATCHALL "[0-9a-f]+ W [^\n]+" mergeable "${symbols}")
+set(strangers "")
+foreach(line ${mergeable})
+  if(NOT line MATCHES "kintsugi::kernels::cpu::${ISA}::")
+    string(APPEND strangers "  ${line}\n")
+  endif()
+endforeach()
+if(strangers)
+  message(FATAL_ERROR "mergeable symbols outside kintsugi::kernels::cpu::${ISA}:\n${strangers}")
+endif()
+list(LENGTH mergeable count)
+message(STATUS "${ISA}: ${count} mergeable symbols, all in the variant's namespace")
