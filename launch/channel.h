@@ -53,6 +53,12 @@ enum class MessageType : uint32_t {
   kEnd,         // end now with exit code `value`
 };
 
+enum SaveOutcome : int64_t {
+  kSaved = 0,
+  kSaveFailed = 1,  // trying again would not help: no space, no permission
+  kWriterLost = 2,  // the writing process ended: another may succeed
+};
+
 struct Message {
   MessageType type{};
   int32_t rank = -1;

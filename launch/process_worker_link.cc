@@ -82,6 +82,7 @@ Result<Verdict> ProcessWorkerLink::await_verdict(int64_t generation, Deadline de
   while (slot_.verdict_generation.load(std::memory_order_acquire) <= generation_) {
     const uint32_t seen = slot_.mail_word.load(std::memory_order_acquire);
     if (slot_.verdict_generation.load(std::memory_order_acquire) > generation_) break;
+    if (complete()) return unavailable("the job is complete");
     if (deadline.passed())
       return deadline_exceeded("no verdict on the generation after " + std::to_string(generation_));
     futex_wait(slot_.mail_word, seen, deadline);
@@ -91,6 +92,11 @@ Result<Verdict> ProcessWorkerLink::await_verdict(int64_t generation, Deadline de
   times_ = {.entered_ns = monotonic_ns()};
   resumed_reported_ = false;
   alive();
+  // State that is about to be overwritten counts no longer, even if this generation, too, ends before it was touched:
+  // beside peers that did begin, it would be taken for the newest.
+  const bool overwritten =
+      verdict_.source != StateSource::kSurvivors || (verdict_.joining_ranks >> page_.rank & 1) != 0;
+  if (overwritten) updated(-1);
   return verdict_;
 }
 
@@ -149,14 +155,16 @@ Status ProcessWorkerLink::publish(std::string_view topic, std::string_view paylo
   return send(MessageType::kPublish, 0, std::move(body));
 }
 
-Status ProcessWorkerLink::finished(std::string_view summary_json) {
+Status ProcessWorkerLink::finished(std::string_view summary_json) { return finished(summary_json, false); }
+
+Status ProcessWorkerLink::finished(std::string_view summary_json, bool stopped) {
   if (!resumed_reported_) report_resumed();
-  KTG_RETURN_IF_ERROR(send(MessageType::kFinished, slot_.vote.stop_requested, std::string(summary_json)));
+  KTG_RETURN_IF_ERROR(send(MessageType::kFinished, stopped, std::string(summary_json)));
   const StopToken stop = stop_token(generation_);
-  while (slot_.leave.load(std::memory_order_acquire) == 0) {
+  while (!complete()) {
     if (stop.requested()) return aborted("a peer died before it was complete");
     const uint32_t seen = slot_.mail_word.load(std::memory_order_acquire);
-    if (slot_.leave.load(std::memory_order_acquire) != 0 || stop.requested()) continue;
+    if (complete() || stop.requested()) continue;
     alive();
     // Ends by the peers' completion or by a new generation, whichever comes: no deadline of its own. The stop word
     // is not signalled here, so look at it now and then.
@@ -164,6 +172,8 @@ Status ProcessWorkerLink::finished(std::string_view summary_json) {
   }
   return ok_status();
 }
+
+bool ProcessWorkerLink::complete() const { return slot_.leave.load(std::memory_order_acquire) != 0; }
 
 Status ProcessWorkerLink::trouble(const Status& reason) { return send(MessageType::kTrouble, 0, reason.to_string()); }
 

@@ -32,7 +32,11 @@ class ProcessWorkerLink final : public WorkerLink {
   Status publish(std::string_view topic, std::string_view payload) override;
   Status finished(std::string_view summary_json) override;
 
-  // For the worker's main function. `trouble` asks for a new generation; `failed` says that nothing will mend it.
+  // For the worker's main function. `stopped`: saved because of a stop request, and steps are left.
+  Status finished(std::string_view summary_json, bool stopped);
+  // The whole job is: this process may end whatever it was doing.
+  bool complete() const;
+  // `trouble` asks for a new generation; `failed` says that nothing will mend it.
   Status trouble(const Status& reason);
   Status failed(int exit_code, std::string_view message);
 

@@ -1,11 +1,19 @@
 #include "launch/scheduling.h"
 
+#include <fmt/format.h>
 #include <sched.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <charconv>
+#include <cmath>
 #include <cstdint>
+#include <sstream>
+#include <string_view>
+
+#include "runtime/base/file_system.h"
 
 namespace kintsugi::launch {
 namespace {
@@ -37,7 +45,94 @@ bool set_attributes(int nice, uint64_t slice_ns) {
   return ::syscall(SYS_sched_setattr, 0, &a, 0) == 0;
 }
 
+std::string cpu_list(const cpu_set_t& set) {
+  std::string out;
+  for (int c = 0; c < CPU_SETSIZE; ++c) {
+    if (!CPU_ISSET(c, &set)) continue;
+    int last = c;
+    while (last + 1 < CPU_SETSIZE && CPU_ISSET(last + 1, &set)) ++last;
+    if (!out.empty()) out += ',';
+    out += last == c ? fmt::format("{}", c) : fmt::format("{}-{}", c, last);
+    c = last;
+  }
+  return out;
+}
+
+// "max 100000" or "50000 100000": time a period.
+double parse_cpu_max(const std::string& text) {
+  std::istringstream in(text);
+  std::string quota;
+  double period = 0;
+  if (!(in >> quota >> period) || quota == "max" || period <= 0) return 0;
+  double value = 0;
+  const auto [end, error] = std::from_chars(quota.data(), quota.data() + quota.size(), value);
+  return error == std::errc() && end == quota.data() + quota.size() ? value / period : 0;
+}
+
+// The tightest limit of this process's cgroup (version 2) and those above it; 0: none.
+double cgroup_quota() {
+  FileSystem& fs = FileSystem::posix();
+  const Result<std::string> groups = fs.read_file("/proc/self/cgroup");
+  if (!groups.ok()) return 0;
+  const size_t begin = groups->find("0::/");
+  if (begin == std::string::npos) return 0;
+  std::string path = groups->substr(begin + 3, groups->find('\n', begin) - begin - 3);
+  double tightest = 0;
+  while (true) {
+    if (const Result<std::string> limit = fs.read_file("/sys/fs/cgroup" + path + "/cpu.max"); limit.ok()) {
+      const double quota = parse_cpu_max(*limit);
+      if (quota > 0 && (tightest == 0 || quota < tightest)) tightest = quota;
+    }
+    if (path.empty() || path == "/") return tightest;
+    path.resize(path.rfind('/'));
+  }
+}
+
 }  // namespace
+
+int threads_per_rank(int num_cpus, double quota, int sharing_ranks, const char* omp_num_threads) {
+  if (omp_num_threads != nullptr) {
+    int n = 0;
+    const std::string_view text(omp_num_threads);  // "4" or, for nested regions, "4,2"
+    std::from_chars(text.data(), text.data() + text.size(), n);
+    if (n >= 1) return n;
+  }
+  const double usable = quota > 0 ? std::min<double>(num_cpus, quota) : num_cpus;
+  return std::max(1, static_cast<int>(std::floor(usable / std::max(1, sharing_ranks))));
+}
+
+CpuShare take_cpu_share(const RankFacts& facts, const Environment& environment) {
+  CpuShare share;
+  cpu_set_t own, parent;
+  CPU_ZERO(&own);
+  CPU_ZERO(&parent);
+  if (::sched_getaffinity(0, sizeof own, &own) != 0) CPU_SET(0, &own);
+  if (::sched_getaffinity(::getppid(), sizeof parent, &parent) != 0) parent = own;
+  const bool bound = environment("OMPI_MCA_orte_bound_at_launch") != nullptr && CPU_COUNT(&own) < CPU_COUNT(&parent);
+  const bool asked_for = environment("OMPI_MCA_hwloc_base_binding_policy") != nullptr ||
+                         environment("OMPI_MCA_rmaps_base_mapping_policy") != nullptr;
+  int sharing = facts.local_size;
+  if (bound && !asked_for && ::sched_setaffinity(0, sizeof parent, &parent) == 0) {
+    share.note = fmt::format(
+        "mpirun bound this rank to CPU {} by default; it uses CPUs {} now (--bind-to none says so from the start)",
+        cpu_list(own), cpu_list(parent));
+    own = parent;
+  } else if (bound) {
+    // Its own part of the host: the other ranks have theirs.
+    sharing = std::max(1, facts.local_size * CPU_COUNT(&own) / std::max(1, CPU_COUNT(&parent)));
+    share.note = fmt::format("bound to CPU {} as asked of mpirun", cpu_list(own));
+  }
+  share.num_cpus = std::max(1, CPU_COUNT(&own));
+  share.quota = cgroup_quota();
+  const char* omp = environment("OMP_NUM_THREADS");
+  share.num_threads = threads_per_rank(share.num_cpus, share.quota, sharing, omp);
+  if (!share.note.empty()) share.note += "\n";
+  share.note += fmt::format("{} thread{} a rank: {} CPU{}{}, {} rank{} on this host{}", share.num_threads,
+                            share.num_threads == 1 ? "" : "s", share.num_cpus, share.num_cpus == 1 ? "" : "s",
+                            share.quota > 0 ? fmt::format(", a quota of {:.2f}", share.quota) : "", facts.local_size,
+                            facts.local_size == 1 ? "" : "s", omp != nullptr ? "; OMP_NUM_THREADS says so" : "");
+  return share;
+}
 
 void make_thread_urgent() {
   if (!set_attributes(kUrgentNice, kUrgentSliceNs)) set_attributes(0, kUrgentSliceNs);

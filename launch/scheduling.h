@@ -3,7 +3,23 @@
 
 #include <string>
 
+#include "launch/rank_facts.h"
+
 namespace kintsugi::launch {
+
+// How much of the host a rank may use.
+struct CpuShare {
+  int num_cpus = 1;     // of the affinity mask
+  double quota = 0;     // CPUs' worth of time that the cgroup grants; 0: no limit
+  int num_threads = 1;  // for this rank's kernels
+  std::string note;     // what was done, and why, for people
+};
+// The arithmetic: min(mask, quota) over the ranks that share them, at least 1; OMP_NUM_THREADS wins.
+int threads_per_rank(int num_cpus, double quota, int sharing_ranks, const char* omp_num_threads);
+// Open MPI binds the ranks of small jobs to one core each unless told otherwise; the agent undoes that (its worker,
+// spares and writer share the cores better than any fixed cut), but leaves a binding that the user asked for alone.
+// Changes the calling process's affinity mask: call it before threads are made.
+CpuShare take_cpu_share(const RankFacts& facts, const Environment& environment);
 
 // For threads that sleep nearly always and must run the moment they are woken, however busy the cores are: those that
 // pass on news of a death. Asks for what the system grants: a short time slice (no privilege needed, Linux 6.12), and a

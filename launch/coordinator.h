@@ -1,0 +1,69 @@
+// The job-wide side of the control plane, in agent 0: takes what the agents report, has the Supervisor and the
+// SaveBoard decide, and tells the agents. Runs on agent 0's main thread; never blocks.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "launch/agent_messages.h"
+#include "launch/channel.h"
+#include "launch/recovery_log.h"
+#include "launch/save_board.h"
+#include "launch/supervisor.h"
+
+namespace kintsugi::launch {
+
+struct JobPlan {
+  int world_size = 1;
+  std::string launcher;  // "mpirun (Open MPI)", for people
+  std::string run_id;
+  std::string out_dir;  // empty: nothing is written
+  SupervisorPolicy policy;
+  CheckpointRef resume_from;
+  std::string history_id;  // of the steps to come, and what they continue
+  std::string parent_history_id;
+  int64_t parent_step = 0;
+};
+
+class Coordinator {
+ public:
+  using Send = std::function<void(int rank, Message message)>;
+  // `publish(topic, payload)` takes the lines that workers publish.
+  Coordinator(const JobPlan& plan, Send send, std::function<void(std::string_view, std::string_view)> publish,
+              int64_t now_ns);
+
+  void on_message(int rank, Message message);
+  // A job without one of its agents cannot go on: the rank's worker died with it.
+  void on_agent_lost(int rank);
+  void tick();
+  int64_t due_ns() const { return supervisor_.due_ns(); }
+  // Ends at once, with this code.
+  void end(int exit_code, const std::string& message);
+  bool over() const { return ended_; }
+
+ private:
+  void act();
+  void act(Action& action);
+  void act(SaveAction& action);
+  void broadcast(const Message& message);
+  void deliver(const Action& action);
+  void on_roster(int rank, const Roster& roster);
+
+  const JobPlan plan_;
+  const Send send_;
+  const std::function<void(std::string_view, std::string_view)> publish_;
+  Supervisor supervisor_;
+  SaveBoard saves_;
+  RecoveryLog log_;
+  std::map<int, Roster> rosters_;
+  std::vector<int64_t> incarnations_;  // by rank: the one that parked last
+  std::string summary_;                // the lowest rank's
+  int summary_rank_ = -1;
+  bool table_due_ = true;  // once every rank has its spares
+  bool ended_ = false;
+};
+
+}  // namespace kintsugi::launch

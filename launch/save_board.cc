@@ -1,0 +1,95 @@
+#include "launch/save_board.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace kintsugi::launch {
+namespace {
+
+template <size_t N>
+void copy_text(char (&to)[N], const std::string& from) {
+  KTG_CHECK(from.size() < N) << from;
+  std::memcpy(to, from.c_str(), from.size() + 1);
+}
+
+}  // namespace
+
+SaveBoard::SaveBoard(int world_size, std::string prefix, const std::string& run_id, const std::string& parent_run_id,
+                     int64_t parent_step, int64_t durable_step)
+    : world_size_(world_size), prefix_(std::move(prefix)), durable_step_(durable_step) {
+  history_.parent_step = parent_step;
+  copy_text(history_.run_id, run_id);
+  copy_text(history_.parent_run_id, parent_run_id);
+}
+
+void SaveBoard::handed(int rank, int64_t step, int64_t cursor, int64_t now_ns) {
+  if (step <= durable_step_)
+    return actions_.push_back({.kind = SaveAction::Kind::kSettled, .rank = rank, .step = step});
+  const auto [it, is_new] = saves_.try_emplace(step);
+  Save& save = it->second;
+  if (save.given_up) {
+    return actions_.push_back({.kind = SaveAction::Kind::kSettled, .rank = rank, .step = step, .text = save.failure});
+  }
+  if (!is_new) return;
+  save.ticket = history_;
+  save.ticket.cursor = cursor;
+  save.begin_ns = now_ns;
+  attempt(step, save);
+}
+
+void SaveBoard::attempt(int64_t step, Save& save) {
+  ++save.attempts;
+  save.records.assign(static_cast<size_t>(world_size_), {});
+  save.ticket.number = ++attempts_;
+  copy_text(save.ticket.attempt, prefix_ + "-" + std::to_string(attempts_));
+  actions_.push_back({.kind = SaveAction::Kind::kSave, .step = step, .ticket = save.ticket});
+}
+
+void SaveBoard::written(int rank, int64_t step, int64_t number, int64_t outcome, std::string body) {
+  const auto it = saves_.find(step);
+  if (it == saves_.end() || it->second.given_up || it->second.ticket.number != number) return;
+  if (outcome != kSaved) return attempt_failed(step, outcome, body);
+  Save& save = it->second;
+  save.records[static_cast<size_t>(rank)] = std::move(body);
+  if (std::any_of(save.records.begin(), save.records.end(), [](const std::string& r) { return r.empty(); })) return;
+  actions_.push_back({.kind = SaveAction::Kind::kCommit, .step = step, .ticket = save.ticket, .records = save.records});
+}
+
+void SaveBoard::committed(int64_t step, int64_t number, int64_t outcome, const std::string& body, int64_t now_ns) {
+  const auto it = saves_.find(step);
+  if (it == saves_.end() || it->second.given_up || it->second.ticket.number != number) return;
+  if (outcome != kSaved) return attempt_failed(step, outcome, body);
+  durable_step_ = step;
+  actions_.push_back({.kind = SaveAction::Kind::kSettled,
+                      .step = step,
+                      .seconds = static_cast<double>(now_ns - it->second.begin_ns) * 1e-9});
+  // An older step that is not complete by now has lost a rank's shard for good.
+  for (auto& [s, save] : saves_) {
+    if (s < step && !save.given_up) give_up(s, save, "step " + std::to_string(step) + " was saved before it");
+  }
+  std::erase_if(saves_, [step](const auto& entry) { return entry.first <= step; });
+}
+
+void SaveBoard::attempt_failed(int64_t step, int64_t outcome, const std::string& why) {
+  Save& save = saves_.at(step);
+  if (outcome == kWriterLost && save.attempts < kMaxAttempts) return attempt(step, save);
+  give_up(step, save, why);
+}
+
+void SaveBoard::give_up(int64_t step, Save& save, const std::string& why) {
+  save.given_up = true;
+  save.failure = why.empty() ? "no reason given" : why;
+  actions_.push_back({.kind = SaveAction::Kind::kSettled, .step = step, .text = save.failure});
+}
+
+void SaveBoard::went_back_to(int64_t step) {
+  for (auto& [s, save] : saves_) {
+    if (s > step && !save.given_up) give_up(s, save, "the job went back to step " + std::to_string(step));
+  }
+  std::erase_if(saves_, [step](const auto& entry) { return entry.first > step; });
+}
+
+std::vector<SaveAction> SaveBoard::take_actions() { return std::exchange(actions_, {}); }
+
+}  // namespace kintsugi::launch

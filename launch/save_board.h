@@ -1,0 +1,70 @@
+// The job's saves, seen from the coordinator: which ranks' shards of which step are on disk, when a step can be
+// committed, when an attempt is repeated, when it is given up. A state machine without processes: events go in,
+// actions come out.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "launch/agent_messages.h"
+#include "launch/channel.h"
+
+namespace kintsugi::launch {
+
+struct SaveAction {
+  enum class Kind {
+    kSave,     // ticket to all ranks
+    kCommit,   // to the committing rank; `records` in rank order
+    kSettled,  // to all ranks, or to `rank` alone; `text` is empty when durable
+  };
+  Kind kind;
+  int rank = -1;  // -1: all
+  int64_t step = 0;
+  SaveTicket ticket{};
+  std::vector<std::string> records{};
+  std::string text{};
+  double seconds = 0;  // kSettled, durable, to all: from the first handover
+};
+
+class SaveBoard {
+ public:
+  static constexpr int kMaxAttempts = 3;
+
+  SaveBoard() = default;
+  // `prefix` makes attempts unique among jobs; the history goes into each ticket.
+  SaveBoard(int world_size, std::string prefix, const std::string& run_id, const std::string& parent_run_id,
+            int64_t parent_step, int64_t durable_step);
+
+  void handed(int rank, int64_t step, int64_t cursor, int64_t now_ns);
+  void written(int rank, int64_t step, int64_t number, int64_t outcome, std::string body);
+  void committed(int64_t step, int64_t number, int64_t outcome, const std::string& body, int64_t now_ns);
+  // All ranks went back to `step`: what is newer is of an abandoned future, and may be saved anew.
+  void went_back_to(int64_t step);
+  std::vector<SaveAction> take_actions();
+
+ private:
+  struct Save {
+    SaveTicket ticket;
+    int attempts = 0;
+    int64_t begin_ns = 0;
+    std::vector<std::string> records;  // by rank; empty: not yet
+    bool given_up = false;             // remembered, for ranks that hand it over later
+    std::string failure;
+  };
+
+  void attempt(int64_t step, Save& save);
+  void attempt_failed(int64_t step, int64_t outcome, const std::string& why);
+  void give_up(int64_t step, Save& save, const std::string& why);
+
+  int world_size_ = 0;
+  std::string prefix_;
+  SaveTicket history_;
+  int64_t durable_step_ = -1;
+  int64_t attempts_ = 0;
+  std::map<int64_t, Save> saves_;
+  std::vector<SaveAction> actions_;
+};
+
+}  // namespace kintsugi::launch

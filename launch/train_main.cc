@@ -1,0 +1,165 @@
+// train: trains a transformer on any number of ranks, and mends itself when one dies.
+//
+// One program in three roles. A launcher (mpirun, srun, torchrun, or a shell) starts it once a rank: that is the agent.
+// The agent starts it again as its worker, which trains; as spares, which wait to take a worker's place; and as a
+// writer of checkpoints.
+#include <fmt/format.h>
+#include <poll.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string_view>
+
+#include "comm/host/shared_segment.h"
+#include "launch/agent.h"
+#include "launch/checkpoint_writer.h"
+#include "launch/exit_code.h"
+#include "launch/memory_plan.h"
+#include "launch/rank_facts.h"
+#include "launch/run_config.h"
+#include "launch/run_folder.h"
+#include "launch/scheduling.h"
+#include "launch/step_console.h"
+#include "launch/train_options.h"
+#include "launch/train_program.h"
+#include "launch/worker_main.h"
+
+namespace kintsugi::launch {
+namespace {
+
+const char* environment(const char* name) { return std::getenv(name); }
+
+Result<AgentConfig> configure(const TrainOptions& options, int world_size) {
+  KTG_ASSIGN_OR_RETURN(const RunConfig config, RunConfig::load(options.config_path, options.sets));
+  KTG_RETURN_IF_ERROR(config.validate(world_size));
+  if (config.fault.kill.size() > kMaxFaultEntries) {
+    return invalid_argument(
+        fmt::format("fault.kill: {} entries, at most {}", config.fault.kill.size(), kMaxFaultEntries));
+  }
+  if (world_size > 64) return invalid_argument(fmt::format("{} ranks: this version takes at most 64", world_size));
+  const MemoryPlan plan = plan_memory(config, world_size);
+  AgentConfig agent;
+  agent.config_toml = config.to_toml();
+  agent.out_dir = options.out_dir;
+  agent.heap_bytes = plan.heap_bytes();
+  agent.num_snapshot_slots = plan.num_snapshot_slots;
+  agent.spares = config.recovery.spares;
+  KTG_ASSIGN_OR_RETURN(agent.policy.source, parse_state_policy(config.recovery.source));
+  agent.policy.max_restarts = config.recovery.max_restarts;
+  agent.policy.hang_timeout_ms = config.recovery.hang_timeout_ms;
+  agent.policy.ack_timeout_ms = config.recovery.ack_timeout_ms;
+  agent.policy.total_steps = config.training.steps;
+  return agent;
+}
+
+// Rank 0: says what is going to happen, and opens the run's folder.
+Result<JobOpening> open_job(const TrainOptions& options, const AgentConfig& agent, const RankFacts& facts,
+                            const CpuShare& cpus) {
+  KTG_ASSIGN_OR_RETURN(const RunConfig config, RunConfig::parse(agent.config_toml, options.config_path));
+  const std::string run_id = new_run_id();
+  KTG_ASSIGN_OR_RETURN(RunFolder folder, open_run_folder(options.out_dir, options.resume, run_id));
+  KTG_RETURN_IF_ERROR(FileSystem::posix().write_file(options.out_dir + "/config.toml", agent.config_toml));
+  fmt::print("{}\n{}{} rank{} by {}; {}\nrun folder: {}\n{}{}", agent.config_toml,
+             plan_memory(config, facts.world_size).to_string(), facts.world_size, facts.world_size == 1 ? "" : "s",
+             facts.launcher_name, cpus.note, options.out_dir, folder.note, folder.note.empty() ? "" : "\n");
+  std::fflush(stdout);
+  KTG_ASSIGN_OR_RETURN(auto console,
+                       StepConsole::open(config, options.out_dir, std::max<int64_t>(folder.resume_from.step, 0)));
+  JobOpening opening;
+  opening.plan = {.world_size = facts.world_size,
+                  .launcher = facts.launcher_name,
+                  .run_id = run_id,
+                  .out_dir = options.out_dir,
+                  .policy = agent.policy,
+                  .resume_from = folder.resume_from,
+                  .history_id = folder.history.run_id,
+                  .parent_history_id = folder.history.parent_run_id,
+                  .parent_step = folder.history.parent_step};
+  opening.publish = [console = std::shared_ptr<StepConsole>(std::move(console))](
+                        std::string_view topic, std::string_view payload) { console->publish(topic, payload); };
+  opening.keeps_alive = std::make_shared<UniqueFd>(std::move(folder.lock));
+  return opening;
+}
+
+Result<UniqueFd> create_segment(const AgentConfig& config, int rank, int world_size) {
+  KTG_ASSIGN_OR_RETURN(const int fd, comm::SharedSegment::create_fd(config.heap_bytes, world_size, rank));
+  return UniqueFd(fd);
+}
+
+Result<TrainerHolder> create_trainer(ChildContext& context, WorkerLink& link) {
+  KTG_ASSIGN_OR_RETURN(const RunConfig config, RunConfig::parse(context.config_toml, "the run's configuration"));
+  auto segments = std::make_shared<std::vector<std::unique_ptr<comm::SharedSegment>>>();
+  std::vector<comm::SharedSegment*> views;
+  for (const UniqueFd& fd : context.segment_fds) {
+    KTG_ASSIGN_OR_RETURN(segments->emplace_back(), comm::SharedSegment::map(fd.get()));
+    views.push_back(segments->back().get());
+  }
+  context.segment_fds.clear();
+  WorkerEnvironment env;
+  env.rank = context.setup.rank;
+  env.world_size = context.setup.world_size;
+  env.local_rank = context.setup.local_rank;
+  env.num_threads = context.setup.num_threads;
+  env.link = &link;
+  env.out_dir = context.setup.out_dir;
+  env.warm_up = context.setup.is_spare != 0;
+  use_segments(env, std::move(views), config.comm);
+  TrainerHolder holder;
+  KTG_ASSIGN_OR_RETURN(holder.trainer, Trainer::create(config, env));
+  holder.keeps_alive = std::move(segments);
+  return holder;
+}
+
+TrainProgram real_program() {
+  return {
+      .create_segment = create_segment, .create_trainer = create_trainer, .create_writer = create_checkpoint_writer};
+}
+
+// One rank speaks. When its words come with an exit code that makes a launcher end the other ranks, they wait for that
+// instead of ending first and taking the speaker down.
+int speak_for_all(const CommandLineOutcome& outcome, int rank) {
+  if (rank == 0) {
+    std::fputs(outcome.text.c_str(), outcome.exit_code == kExitOk ? stdout : stderr);
+  } else if (outcome.exit_code != kExitOk) {
+    ::poll(nullptr, 0, 2000);
+  }
+  return outcome.exit_code;
+}
+
+int agent_main(int argc, char** argv) {
+  TrainOptions options;
+  const CommandLineOutcome outcome = parse_command_line(argc, argv, &options);
+  const Result<RankFacts> facts = find_rank_facts(options.ranks, environment);
+  if (!outcome.run) return speak_for_all(outcome, facts.ok() ? facts->rank : 0);
+  if (!facts.ok()) {
+    fmt::print(stderr, "error: {}\n", facts.status().message());
+    return kExitBadConfig;
+  }
+  if (facts->local_size != facts->world_size && facts->world_size > 0) {
+    return speak_for_all(
+        {.run = false,
+         .exit_code = kExitBadConfig,
+         .text = fmt::format("error: {}: {} of {} ranks are on this host; this version runs on one host\n",
+                             facts->launcher_name, facts->local_size, facts->world_size)},
+        facts->rank);
+  }
+  const CpuShare cpus = take_cpu_share(*facts, environment);
+  const Result<AgentConfig> config = configure(options, std::max(1, facts->world_size));
+  return run_agent({.facts = *facts,
+                    .environment = environment,
+                    .num_threads = cpus.num_threads,
+                    .config = config,
+                    .open_job = [&](const RankFacts& f) { return open_job(options, *config, f, cpus); }},
+                   real_program());
+}
+
+}  // namespace
+}  // namespace kintsugi::launch
+
+int main(int argc, char** argv) {
+  using namespace kintsugi::launch;
+  const std::string_view role = argc > 1 ? argv[1] : "";
+  if (role == "--role=worker") return worker_main(real_program());
+  if (role == "--role=writer") return writer_main(real_program());
+  return agent_main(argc, argv);
+}

@@ -1,0 +1,86 @@
+#include "launch/train_options.h"
+
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <filesystem>
+#include <sstream>
+
+#include "launch/exit_code.h"
+#include "launch/run_config.h"
+
+namespace kintsugi::launch {
+namespace {
+
+constexpr const char* kFooter =
+    "Examples:\n"
+    "  mpirun -np 8 train run.toml --out outputs/first\n"
+    "  mpirun -np 8 train run.toml --out outputs/first --resume --set training.steps=200\n"
+    "  train run.toml                        one process; threads use the cores\n"
+    "\n"
+    "Exit codes: 0 done; 1 failure; 2 usage; 75 asked to stop (SIGUSR1, SIGTERM, SIGINT): saved, start again with "
+    "--resume;\n"
+    "78 bad configuration. Relative paths inside the file start at its folder, those of the command line at the "
+    "working folder.\n";
+
+std::string absolute_path(const std::string& path) {
+  std::error_code error;
+  const std::filesystem::path p = std::filesystem::absolute(path, error);
+  std::string text = error ? path : p.lexically_normal().string();
+  while (text.size() > 1 && text.back() == '/') text.pop_back();
+  return text;
+}
+
+bool is_number(const std::string& text) {
+  return !text.empty() && text.find_first_not_of("0123456789") == std::string::npos;
+}
+
+void add_rank_flag(CLI::App& app, const char* name, std::optional<int>& value) {
+  app.add_option_function<int>(name, [&value](const int& v) { value = v; })->group("");  // not in --help
+}
+
+}  // namespace
+
+CommandLineOutcome parse_command_line(int argc, const char* const* argv, TrainOptions* options) {
+  CLI::App app("Trains a transformer and mends itself when a rank dies.", "[mpirun -np N] train");
+  app.footer(kFooter);
+  app.set_version_flag("--version", std::string("kintsugi train ") + KTG_VERSION);
+  std::string out, resume;
+  app.add_option("config", options->config_path, "the run's configuration (TOML); --help-config lists its keys");
+  app.add_option("--set", options->sets, "override one key of the configuration: training.steps=50")
+      ->type_name("KEY=VALUE");
+  app.add_option("--out", out, "folder of the run; outputs/<name of the configuration> when not given")
+      ->type_name("DIR");
+  CLI::Option* resume_option =
+      app.add_option("--resume", resume,
+                     "go on from the newest checkpoint of the run's folder, or from a step of it, or from a "
+                     "checkpoint's or another run's folder")
+          ->expected(0, 1)
+          ->type_name("[STEP|DIR]");
+  bool help_config = false;
+  app.add_flag("--help-config", help_config, "list every key of the configuration with its default");
+  add_rank_flag(app, "--rank", options->ranks.rank);
+  add_rank_flag(app, "--world-size", options->ranks.world_size);
+  add_rank_flag(app, "--local-rank", options->ranks.local_rank);
+  add_rank_flag(app, "--local-world-size", options->ranks.local_size);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& e) {
+    std::ostringstream out_text, error_text;
+    const int code = app.exit(e, out_text, error_text);
+    return {.run = false, .exit_code = code == 0 ? kExitOk : kExitUsage, .text = out_text.str() + error_text.str()};
+  }
+  if (help_config) return {.run = false, .exit_code = kExitOk, .text = RunConfig::help()};
+  // "--resume run.toml": the word after it was meant as the configuration.
+  if (options->config_path.empty() && resume.ends_with(".toml")) std::swap(options->config_path, resume);
+  if (options->config_path.empty()) {
+    return {.run = false, .exit_code = kExitUsage, .text = "train: name a configuration file; --help says more\n"};
+  }
+  options->resume.wanted = resume_option->count() > 0;
+  options->resume.from = resume.empty() || is_number(resume) ? resume : absolute_path(resume);
+  options->out_dir =
+      absolute_path(out.empty() ? "outputs/" + std::filesystem::path(options->config_path).stem().string() : out);
+  return {};
+}
+
+}  // namespace kintsugi::launch

@@ -1,0 +1,29 @@
+// The command line of `train`.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "launch/rank_facts.h"
+#include "launch/run_folder.h"
+
+namespace kintsugi::launch {
+
+struct TrainOptions {
+  std::string config_path;        // as given
+  std::vector<std::string> sets;  // key=value
+  std::string out_dir;            // absolute
+  ResumeRequest resume;
+  RankFlags ranks;
+};
+
+// What to do instead of running, when that is what the command line says or when it is wrong.
+struct CommandLineOutcome {
+  bool run = true;
+  int exit_code = 0;
+  std::string text;  // help, version, or what is wrong
+};
+
+CommandLineOutcome parse_command_line(int argc, const char* const* argv, TrainOptions* options);
+
+}  // namespace kintsugi::launch
