@@ -169,9 +169,7 @@ Status hdf5_error(std::string_view what) {
 
 Result<Hid> create_hdf5(Hdf5Image& image, int64_t metadata_block_bytes) {
   KTG_ASSIGN_OR_RETURN(Hid fapl, access_list(image));
-  // Large payloads start on pages, so that they can be mapped; small ones lie close together.
-  if (H5Pset_meta_block_size(fapl.get(), static_cast<hsize_t>(metadata_block_bytes)) < 0 ||
-      H5Pset_alignment(fapl.get(), 64 << 10, 4096) < 0) {
+  if (H5Pset_meta_block_size(fapl.get(), static_cast<hsize_t>(metadata_block_bytes)) < 0) {
     return hdf5_error("HDF5 file layout");
   }
   Hid file(H5Fcreate("shard", H5F_ACC_TRUNC, H5P_DEFAULT, fapl.get()), H5Fclose);

@@ -1,5 +1,6 @@
 // write_shard: the HDF5 library lays the file out in memory (hdf5_image.h), and the bytes go to disk in one pass
 // from front to back: head, then payload straight from the state, hashed on the way.
+#include <algorithm>
 #include <array>
 #include <bit>
 
@@ -181,13 +182,17 @@ class HashedAppender {
 
 Status write_file(FileSystem& fs, const std::string& path, const Head& head, const std::vector<Piece>& pieces,
                   const ShardView& shard, ShardRecord& record) {
+  std::vector<const Piece*> by_offset;  // the library's allocator owes us no order
+  for (const Piece& piece : pieces) by_offset.push_back(&piece);
+  std::sort(by_offset.begin(), by_offset.end(),
+            [](const Piece* a, const Piece* b) { return a->file_offset < b->file_offset; });
   KTG_RETURN_IF_ERROR(fs.write_file(path, ""));
   HashedAppender out(fs, path);
   KTG_RETURN_IF_ERROR(out.add(head.bytes));
-  for (const Piece& piece : pieces) {
-    if (piece.file_offset < out.size()) return internal_error(path + ": HDF5 placed " + piece.path() + " out of order");
-    KTG_RETURN_IF_ERROR(out.add_zeros(piece.file_offset - out.size()));
-    KTG_RETURN_IF_ERROR(out.add(payload_of(shard, piece)));
+  for (const Piece* piece : by_offset) {
+    KTG_CHECK(piece->file_offset >= out.size()) << piece->path() << " overlaps what lies before it";
+    KTG_RETURN_IF_ERROR(out.add_zeros(piece->file_offset - out.size()));
+    KTG_RETURN_IF_ERROR(out.add(payload_of(shard, *piece)));
   }
   KTG_RETURN_IF_ERROR(out.add_zeros(head.file_end - out.size()));
   KTG_RETURN_IF_ERROR(out.flush());

@@ -118,7 +118,7 @@ class Transformer {
   virtual const ParamTable& params() const = 0;
   // All calls return kInvalidArgument when the batch exceeds the options, and kAborted between two operations once the
   // stream's stop token says so: buffers then hold a half-done step, and the next call simply overwrites them.
-  // No call allocates.
+  // No call takes memory from the backend.
   // Gradient of the SUM of token losses into `access`. `sums` (host memory) is filled when the stream reaches it.
   virtual Status forward_backward(const MicroBatch& batch, UnitAccess& access, LossSums* sums, Stream& stream) = 0;
   virtual Status forward_loss(const MicroBatch& batch, UnitAccess& access, LossSums* sums, Stream& stream) = 0;

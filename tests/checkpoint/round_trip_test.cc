@@ -52,6 +52,35 @@ TEST_F(RoundTripTest, EveryWorldSizeReadsWhatEveryOtherWrote) {
   }
 }
 
+// Tensors of several checksum blocks, cut inside blocks by writers and readers.
+TEST_F(RoundTripTest, LongTensorsAreReadInAnySlices) {
+  runtime::ModelConfig model = tiny_model();
+  model.vocab_size = 11003;  // x 48: two blocks and a short one in each table
+  const auto table = runtime::ParamTable::build(model);
+  const TestState state(table);
+  CheckpointMeta meta = meta_at(3, 3);
+  meta.model = model;
+  KTG_ASSERT_OK(save(fs_, dir_, table, state, meta, 1));
+  const auto info = newest_checkpoint(fs_, dir_, nullptr);
+  ASSERT_TRUE(info.ok()) << info.status().to_string();
+  KTG_EXPECT_OK(verify_checkpoint(fs_, *info));
+  for (const int readers : {1, 2, 7}) {
+    TestState loaded(table, kSeed + 1);
+    for (int rank = 0; rank < readers; ++rank) {
+      const ShardRange range = shard_range(table.total_length(), rank, readers);
+      KTG_ASSERT_OK(load_state(fs_, *info, table, loaded.weights.data() + range.begin, loaded.m.data() + range.begin,
+                               loaded.v.data() + range.begin, range));
+    }
+    EXPECT_EQ(loaded, state) << readers;
+  }
+  for (const ShardRange range :
+       {ShardRange{0, 64}, ShardRange{262144 - 64, 128}, ShardRange{300032, 64}, ShardRange{64, 0}}) {
+    std::vector<float> slice(static_cast<size_t>(range.count));
+    KTG_ASSERT_OK(load_state(fs_, *info, table, slice.data(), nullptr, nullptr, range));
+    EXPECT_TRUE(std::equal(slice.begin(), slice.end(), state.weights.begin() + range.begin)) << range.begin;
+  }
+}
+
 TEST_F(RoundTripTest, MetaComesBackWhole) {
   CheckpointMeta meta = meta_at(7, 2);
   meta.parent_run_id = "run-0";

@@ -44,6 +44,28 @@ inline std::vector<Variant> small_variants() {
   return v;
 }
 
+// Large enough for the blocked paths of the kernels.
+inline constexpr int64_t kMediumSeqLen = 70;
+inline std::vector<Variant> medium_variants() {
+  const ModelConfig llama{.num_layers = 2,
+                          .dim = 72,
+                          .num_heads = 6,
+                          .num_kv_heads = 2,
+                          .head_dim = 16,
+                          .ffn_dim = 100,
+                          .vocab_size = 97,
+                          .max_seq_len = kMediumSeqLen,
+                          .init_std = 0.12};
+  std::vector<Variant> v = {{"llama", llama}};
+  ModelConfig c = llama;
+  c.qk_norm = c.qkv_bias = c.tied_embedding = true;
+  v.push_back({"tied_with_everything", c});
+  c = llama;
+  c.family = "gpt2", c.num_kv_heads = 0, c.head_dim = 0, c.tied_embedding = true;
+  v.push_back({"gpt2_tied", c});
+  return v;
+}
+
 // Weights as init_parameters makes them, with vectors moved away from 0 and 1 so that each of them matters.
 inline std::vector<float> lively_weights(const ParamTable& table, uint64_t seed = kSeed) {
   std::vector<float> w(static_cast<size_t>(table.total_length()));

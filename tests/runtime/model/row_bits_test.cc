@@ -9,27 +9,7 @@
 namespace kintsugi::runtime::testing {
 namespace {
 
-constexpr int64_t kB = 3, kT = 70;
-
-std::vector<Variant> medium_variants() {
-  const ModelConfig llama{.num_layers = 2,
-                          .dim = 72,
-                          .num_heads = 6,
-                          .num_kv_heads = 2,
-                          .head_dim = 16,
-                          .ffn_dim = 100,
-                          .vocab_size = 97,
-                          .max_seq_len = kT,
-                          .init_std = 0.12};
-  std::vector<Variant> v = {{"llama", llama}};
-  ModelConfig c = llama;
-  c.qk_norm = c.qkv_bias = c.tied_embedding = true;
-  v.push_back({"tied_with_everything", c});
-  c = llama;
-  c.family = "gpt2", c.num_kv_heads = 0, c.head_dim = 0, c.tied_embedding = true;
-  v.push_back({"gpt2_tied", c});
-  return v;
-}
+constexpr int64_t kB = 3, kT = kMediumSeqLen;
 
 struct Case {
   Variant variant;
