@@ -1,5 +1,7 @@
 #include "comm/communicator.h"
 
+#include "comm/tuning.h"
+
 namespace kintsugi::comm {
 
 Result<Algorithm> parse_algorithm(std::string_view name) {
@@ -25,16 +27,12 @@ std::string_view name_of(Algorithm a) {
 }
 
 Status CommConfig::validate() const {
-  KTG_RETURN_IF_ERROR([this]() -> Status {
-    auto parsed = parse_algorithm(algorithm);
-    return parsed.ok() ? ok_status() : parsed.status();
-  }());
+  const auto parsed = parse_algorithm(algorithm);
+  if (!parsed.ok()) return parsed.status();
+  KTG_RETURN_IF_ERROR(check_chunk("comm.chunk_bytes", chunk_bytes));
   auto value_error = [](const char* key, int64_t value, const char* allowed) {
     return invalid_argument(std::string(key) + " = " + std::to_string(value) + ": must be " + allowed);
   };
-  if (chunk_bytes != 0 && (chunk_bytes < 256 || chunk_bytes % 64 != 0)) {
-    return value_error("comm.chunk_bytes", chunk_bytes, "0 (chosen by size), or a multiple of 64, at least 256");
-  }
   if (bucket_bytes < 4 || bucket_bytes % 4 != 0) {
     return value_error("comm.bucket_bytes", bucket_bytes, "a positive multiple of 4");
   }

@@ -12,6 +12,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <vector>
 
 #include "comm/communicator.h"
 
@@ -85,12 +86,20 @@ struct alignas(64) Slot {
   Word lanes[kMaxLanes];  // steps done of this call, counted on from those of the calls before it in this slot
 };
 
+// What a sleeping rank waits for, so that whoever brings it about can tell, and only then wakes it: the word at
+// `offset` of the control block of every rank in `peers` (bit r: rank r) is at least `stamp`. Written by its owner.
+struct alignas(64) Sleeper {
+  std::atomic<uint32_t> asleep{0};
+  std::atomic<uint32_t> offset{0};
+  std::atomic<uint64_t> peers{0};
+  std::atomic<uint64_t> stamp{0};
+};
+
 struct ControlBlock {
   Word completed;  // last call completed here
   Word failed;     // the generation in which this rank gave up, and a FailureNote
-  // Peers about to sleep raise `sleepers`; the owner, after a publication, rings `bell` (a futex) if it is up.
-  alignas(64) std::atomic<uint32_t> sleepers{0};
-  alignas(64) std::atomic<uint32_t> bell{0};
+  Sleeper sleeper;
+  alignas(64) std::atomic<uint32_t> bell{0};  // the futex on which ranks sleep; that of rank 0 serves all
   Slot slots[kMaxInFlight];
   alignas(64) uint8_t payload[kMaxInFlight][kPayloadBytes] = {};
   alignas(64) uint8_t staging[2][kStagingHalfBytes] = {};
@@ -102,6 +111,23 @@ struct PeerMemory {
   ControlBlock* control = nullptr;
   uint8_t* heap = nullptr;
   int64_t heap_bytes = 0;
+};
+
+// The ranks of one generation as one of them sees them.
+struct PeerGroup {
+  Membership membership;
+  std::vector<PeerMemory> peers;  // by rank
+  int64_t max_inline_bytes = 0;   // calls up to this size travel inside the slot
+  int64_t stream_bytes = 0;       // sums from this size on write past the caches
+
+  int rank() const { return membership.rank; }
+  int world_size() const { return membership.world_size; }
+  ControlBlock& own() const { return *peers[rank()].control; }
+  bool in_own_heap(const void* p, int64_t size_bytes) const {
+    const PeerMemory& mine = peers[rank()];
+    const auto* byte = static_cast<const uint8_t*>(p);
+    return mine.heap != nullptr && byte >= mine.heap && byte + size_bytes <= mine.heap + mine.heap_bytes;
+  }
 };
 
 }  // namespace kintsugi::comm

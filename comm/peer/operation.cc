@@ -1,9 +1,9 @@
 #include "comm/peer/operation.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
-#include "comm/peer/wait.h"
 #include "comm/reduction_tree.h"
 
 namespace kintsugi::comm {
@@ -51,13 +51,6 @@ const char* name_of(OpKind kind) {
       return "fetch";
   }
   return "unknown call";
-}
-
-bool PeerGroup::in_own_heap(const void* p, int64_t size_bytes) const {
-  const PeerMemory& own_memory = peers[rank()];
-  const auto* byte = static_cast<const uint8_t*>(p);
-  return own_memory.heap != nullptr && byte >= own_memory.heap &&
-         byte + size_bytes <= own_memory.heap + own_memory.heap_bytes;
 }
 
 Operation::Operation(const PeerGroup& group, Request request, int64_t number)
@@ -110,7 +103,7 @@ void Operation::post(int64_t tick_base) {
     cut_ = make_cut();
     if (cut_.num_rounds() > 0) copy_in(0);
   }
-  publish(group_.own(), slot.posted, make_stamp(group_.membership.generation, number_));
+  publish(group_, slot.posted, make_stamp(group_.membership.generation, number_));
   posted_ = true;
 }
 
@@ -195,49 +188,40 @@ void Operation::start() {
   started_ = true;
 }
 
-bool Operation::satisfied(const Wait& wait) {
-  if (wait.tick == 0) return true;  // posted, which start() saw
-  const uint64_t stamp = make_stamp(group_.membership.generation, tick_base_ + wait.tick);
-  const std::atomic<uint64_t>& word = slot_of(wait.peer).lanes[wait.lane].stamp;
-  if (word.load(std::memory_order_acquire) >= stamp) return true;
-  missing_ = {.peer = wait.peer, .word = &word, .stamp = stamp};
-  return false;
-}
-
 bool Operation::waits_over(const Step& step) {
   for (; next_wait_ < Step::kMaxWaits; ++next_wait_) {
-    Wait wait = step.waits[next_wait_];
-    if (wait.peer == kNobody) continue;
-    if (wait.peer != kEveryPeer) {
-      if (!satisfied(wait)) return false;
-      continue;
-    }
-    for (; next_wait_peer_ < group_.world_size(); ++next_wait_peer_) {
-      wait.peer = static_cast<int16_t>(next_wait_peer_);
-      if (wait.peer != group_.rank() && !satisfied(wait)) return false;
-    }
-    next_wait_peer_ = 0;
+    const Wait& wait = step.waits[next_wait_];
+    if (wait.peer == kNobody || wait.tick == 0) continue;  // tick 0: posted, which start() saw
+    const Word& own = slot_of(group_.rank()).lanes[wait.lane];
+    missing_ = {.peers = wait.peer == kEveryPeer ? everyone_else(group_) : uint64_t{1} << wait.peer,
+                .offset = offset_in_block(group_, own.stamp),
+                .stamp = make_stamp(group_.membership.generation, tick_base_ + wait.tick)};
+    if (!is_over(group_, missing_)) return false;
   }
   return true;
 }
 
 Result<Operation::State> Operation::advance() {
-  const uint64_t posted = make_stamp(group_.membership.generation, number_);
-  for (; num_arrived_ < group_.world_size(); ++num_arrived_) {
-    const Slot& slot = slot_of(num_arrived_);
-    if (slot.posted.load(std::memory_order_acquire) < posted) {
-      missing_ = {.peer = num_arrived_, .word = &slot.posted, .stamp = posted};
-      return State::kBlocked;
+  if (!started_) {
+    const uint64_t posted = make_stamp(group_.membership.generation, number_);
+    missing_ = {.peers = everyone_else(group_),
+                .offset = offset_in_block(group_, slot_of(group_.rank()).posted),
+                .stamp = posted};
+    for (int p = 0; p < group_.world_size(); ++p) {
+      const uint64_t bit = uint64_t{1} << p;
+      if ((arrived_ & bit) != 0 || slot_of(p).posted.load(std::memory_order_acquire) < posted) continue;
+      KTG_RETURN_IF_ERROR(arrived(p));
+      arrived_ |= bit;
     }
-    KTG_RETURN_IF_ERROR(arrived(num_arrived_));
+    if (std::popcount(arrived_) < group_.world_size()) return State::kBlocked;
+    start();
   }
-  if (!started_) start();
   while (next_step_ < schedule_.steps.size()) {
     const Step& step = schedule_.steps[next_step_];
     if (!waits_over(step)) return State::kBlocked;
     if (!run_piece(step)) return State::kMoved;
     if (step.publish_lane >= 0) {
-      publish(group_.own(), slot_of(group_.rank()).lanes[step.publish_lane].stamp,
+      publish(group_, slot_of(group_.rank()).lanes[step.publish_lane].stamp,
               make_stamp(group_.membership.generation, tick_base_ + step.publish_tick));
     }
     ++next_step_;

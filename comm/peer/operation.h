@@ -9,28 +9,9 @@
 #include "comm/peer/layout.h"
 #include "comm/peer/schedule.h"
 #include "comm/peer/sum.h"
+#include "comm/peer/wait.h"
 
 namespace kintsugi::comm {
-
-// The ranks of one generation as one of them sees them.
-struct PeerGroup {
-  Membership membership;
-  std::vector<PeerMemory> peers;  // by rank
-  int64_t max_inline_bytes = 0;   // calls up to this size travel inside the slot
-  int64_t stream_bytes = 0;       // sums from this size on write past the caches
-
-  int rank() const { return membership.rank; }
-  int world_size() const { return membership.world_size; }
-  ControlBlock& own() const { return *peers[rank()].control; }
-  bool in_own_heap(const void* p, int64_t size_bytes) const;
-};
-
-// A word of a peer that is not far enough yet.
-struct Missing {
-  int peer = -1;
-  const std::atomic<uint64_t>* word = nullptr;
-  uint64_t stamp = 0;
-};
 
 struct Request {
   Call call;
@@ -68,7 +49,6 @@ class Operation {
   Slot& slot_of(int rank) const;
   Status arrived(int peer);
   void start();
-  bool satisfied(const Wait& wait);
   bool waits_over(const Step& step);
   bool run_piece(const Step& step);  // true when the step is complete
   // Where the peers find rank `peer`'s elements of a round, and where its result goes.
@@ -95,14 +75,13 @@ class Operation {
   bool posted_ = false;
   bool started_ = false;
   int64_t tick_base_ = 0;
-  int num_arrived_ = 0;
+  uint64_t arrived_ = 0;  // bit r: rank r has posted the same call
   Cut cut_;
   SumTree tree_;
   Schedule schedule_;
   size_t next_step_ = 0;
-  int next_wait_ = 0;       // of the step
-  int next_wait_peer_ = 0;  // of a wait for every peer
-  int64_t step_done_ = 0;   // elements of the step
+  int next_wait_ = 0;      // of the step
+  int64_t step_done_ = 0;  // elements of the step
   Missing missing_;
 };
 

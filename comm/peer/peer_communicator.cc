@@ -1,10 +1,14 @@
 #include "comm/peer/peer_communicator.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <string>
 
 #include "comm/reduction_tree.h"
+#include "runtime/base/log.h"
 
 namespace kintsugi::comm {
 
@@ -35,6 +39,35 @@ Status bad_size(const char* what, int64_t value) {
   return invalid_argument(std::string(what) + " = " + std::to_string(value) + ": must not be negative");
 }
 
+// From this size on the ranks' data together exceed the last cache, and what a sum writes is not read soon.
+int64_t stream_from(int world_size) {
+  constexpr int64_t kUsual = 32 << 20;
+  const int64_t cache = ::sysconf(_SC_LEVEL3_CACHE_SIZE);
+  return (cache > 0 ? cache : kUsual) / world_size;
+}
+
+// Fixed when the communicator is made: the order of a sum may depend on nothing that is timed during a run.
+Result<TuningTable> choose_tuning(const CommConfig& config, int world_size) {
+  KTG_ASSIGN_OR_RETURN(Algorithm algorithm, parse_algorithm(config.algorithm));
+  if (algorithm == Algorithm::kAuto && !config.tuning_file.empty() && world_size > 1) {
+    KTG_ASSIGN_OR_RETURN(TuningTable table, TuningTable::load_file(config.tuning_file));
+    if (table.world_size == world_size) {
+      for (TuningRow& row : table.rows) {
+        if (config.chunk_bytes != 0) row.chunk_bytes = config.chunk_bytes;
+      }
+      return table;
+    }
+    log().warn("comm.tuning_file = \"{}\" was measured with {} ranks, this world has {}: the built-in rules are used",
+               config.tuning_file, table.world_size, world_size);
+  }
+  // Direct is ahead at every size and world size measured in experiments/collectives.
+  if (algorithm == Algorithm::kAuto || world_size == 1) algorithm = Algorithm::kDirect;
+  return TuningTable{.world_size = world_size,
+                     .rows = {{.max_bytes = std::numeric_limits<int64_t>::max(),
+                               .algorithm = algorithm,
+                               .chunk_bytes = config.chunk_bytes}}};
+}
+
 }  // namespace
 
 Result<std::unique_ptr<Communicator>> PeerCommunicator::create(const Membership& membership,
@@ -58,21 +91,24 @@ Result<std::unique_ptr<Communicator>> PeerCommunicator::create(const Membership&
     return invalid_argument("memory of " + std::to_string(peers.size()) + " ranks for a world of " +
                             std::to_string(membership.world_size));
   }
-  PeerGroup group{
-      .membership = membership, .peers = std::move(peers), .max_inline_bytes = kPayloadBytes, .stream_bytes = 8 << 20};
-  return std::unique_ptr<Communicator>(new PeerCommunicator(std::move(group), config, stop, std::move(keep_alive)));
+  PeerGroup group{.membership = membership,
+                  .peers = std::move(peers),
+                  .max_inline_bytes = kPayloadBytes,
+                  .stream_bytes = stream_from(membership.world_size)};
+  KTG_ASSIGN_OR_RETURN(TuningTable tuning, choose_tuning(config, membership.world_size));
+  return std::unique_ptr<Communicator>(
+      new PeerCommunicator(std::move(group), config, std::move(tuning), stop, std::move(keep_alive)));
 }
 
-PeerCommunicator::PeerCommunicator(PeerGroup group, const CommConfig& config, StopToken stop,
+PeerCommunicator::PeerCommunicator(PeerGroup group, const CommConfig& config, TuningTable tuning, StopToken stop,
                                    std::shared_ptr<void> keep_alive)
     : group_(std::move(group)),
       config_(config),
-      algorithm_(parse_algorithm(config.algorithm).value()),
+      tuning_(std::move(tuning)),
       stop_(stop),
       policy_(WaitPolicy::for_world(group_.world_size())),
       keep_alive_(std::move(keep_alive)),
-      self_(std::make_shared<PeerCommunicator*>(this)),
-      peer_completed_(group_.world_size(), 0) {}
+      self_(std::make_shared<PeerCommunicator*>(this)) {}
 
 PeerCommunicator::~PeerCommunicator() {
   // Peers that wait for the rest of these calls need not wait for their deadline.
@@ -100,8 +136,9 @@ Result<WorkPtr> PeerCommunicator::all_reduce(float* x, int64_t count, Stream&) {
   if (count < 0) return bad_size("all_reduce count", count);
   Request r;
   r.call = {.kind = OpKind::kAllReduce, .size_bytes = count * 4};
-  r.call.algorithm = algorithm_ == Algorithm::kAuto || world_size() == 1 ? Algorithm::kDirect : algorithm_;
-  r.call.chunk_bytes = config_.chunk_bytes;
+  const TuningRow& row = tuning_.choose(count * 4);
+  r.call.algorithm = row.algorithm;
+  r.call.chunk_bytes = row.chunk_bytes;
   r.in = reinterpret_cast<const uint8_t*>(x);
   r.out = reinterpret_cast<uint8_t*>(x);
   return submit(std::move(r));
@@ -189,17 +226,12 @@ bool PeerCommunicator::may_post(const Operation& operation) {
     post_missing_ = queue_.front()->missing();
     return false;
   }
-  for (int p = 0; p < world_size(); ++p) {
-    if (peer_completed_[p] >= needed) continue;
-    const std::atomic<uint64_t>& word = group_.peers[p].control->completed.stamp;
-    const uint64_t seen = word.load(std::memory_order_acquire);
-    const uint64_t stamp = make_stamp(membership().generation, needed);
-    if (seen < stamp) {
-      post_missing_ = {.peer = p, .word = &word, .stamp = stamp};
-      return false;
-    }
-    peer_completed_[p] = count_of(seen);
-  }
+  if (all_completed_ >= needed) return true;
+  post_missing_ = {.peers = everyone_else(group_),
+                   .offset = offset_in_block(group_, group_.own().completed.stamp),
+                   .stamp = make_stamp(membership().generation, needed)};
+  if (!is_over(group_, post_missing_)) return false;
+  all_completed_ = needed;
   return true;
 }
 
@@ -225,11 +257,15 @@ Result<bool> PeerCommunicator::progress() {
     // Every call before this one is complete and popped, so it is the first.
     operation.complete = true;
     slot_ticks_[operation.number() % kMaxInFlight] += operation.ticks();
-    publish(group_.own(), group_.own().completed.stamp, make_stamp(membership().generation, operation.number()));
+    publish(group_, group_.own().completed.stamp, make_stamp(membership().generation, operation.number()));
     queue_.pop_front();
     moved = true;
   }
   return moved;
+}
+
+const Missing& PeerCommunicator::missing() const {
+  return queue_.front()->posted() ? queue_.front()->missing() : post_missing_;
 }
 
 Result<bool> PeerCommunicator::poll(const Operation& operation) {
@@ -248,10 +284,7 @@ Status PeerCommunicator::wait(const Operation& operation, Deadline deadline) {
     if (operation.complete) return ok_status();
     if (!moved.ok()) return moved.status();
     if (moved.value()) continue;
-    const Operation& first = *queue_.front();
-    const Missing missing = first.posted() ? first.missing() : post_missing_;
-    KTG_RETURN_IF_ERROR(
-        wait_for_stamp(*group_.peers[missing.peer].control, *missing.word, missing.stamp, policy_, ask));
+    KTG_RETURN_IF_ERROR(wait_for(group_, missing(), policy_, ask));
   }
 }
 
@@ -272,10 +305,10 @@ Status PeerCommunicator::interrupted(bool slow, Deadline deadline, TimePoint beg
   if (!deadline.passed()) return ok_status();
   const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(MonotonicClock::now() - began);
   const Operation& first = *queue_.front();
-  const Missing missing = first.posted() ? first.missing() : post_missing_;
   return fail(deadline_exceeded("rank " + std::to_string(rank()) + " generation " +
                                 std::to_string(membership().generation) + ": " + first.description() + " waited " +
-                                std::to_string(waited.count()) + " ms for rank " + std::to_string(missing.peer)));
+                                std::to_string(waited.count()) + " ms for rank " +
+                                std::to_string(first_missing(group_, missing()))));
 }
 
 Status PeerCommunicator::fail(Status why) {
@@ -288,7 +321,7 @@ Status PeerCommunicator::fail(Status why, StatusCode cause, int origin) {
   if (status_.ok()) {
     status_ = std::move(why);
     failed_.store(true, std::memory_order_release);
-    publish(group_.own(), group_.own().failed.stamp,
+    publish(group_, group_.own().failed.stamp,
             failure_stamp(membership().generation, {.cause = cause, .origin = origin}));
   }
   return status_;
@@ -297,8 +330,7 @@ Status PeerCommunicator::fail(Status why, StatusCode cause, int origin) {
 void PeerCommunicator::abort(Status why) {
   if (why.code() != StatusCode::kAborted) why = aborted(why.to_string());
   [[maybe_unused]] Status first = fail(std::move(why));
-  // This rank's own thread may sleep on any peer's bell.
-  for (const PeerMemory& peer : group_.peers) ring(*peer.control);
+  wake(group_, rank());
 }
 
 Status PeerCommunicator::status() const {

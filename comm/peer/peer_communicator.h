@@ -14,6 +14,7 @@
 #include "comm/communicator.h"
 #include "comm/peer/operation.h"
 #include "comm/peer/wait.h"
+#include "comm/tuning.h"
 
 namespace kintsugi::comm {
 
@@ -42,10 +43,13 @@ class PeerCommunicator final : public Communicator {
   Status wait(const Operation& operation, Deadline deadline);
 
  private:
-  PeerCommunicator(PeerGroup group, const CommConfig& config, StopToken stop, std::shared_ptr<void> keep_alive);
+  PeerCommunicator(PeerGroup group, const CommConfig& config, TuningTable tuning, StopToken stop,
+                   std::shared_ptr<void> keep_alive);
   Result<std::shared_ptr<Operation>> enqueue(Request request);
   Result<WorkPtr> submit(Request request);
   bool may_post(const Operation& operation);
+  // What the first call in the queue waits for.
+  const Missing& missing() const;
   // Carries every queued call as far as it goes now; true when anything moved.
   Result<bool> progress();
   Status interrupted(bool slow, Deadline deadline, TimePoint began);
@@ -55,7 +59,7 @@ class PeerCommunicator final : public Communicator {
 
   PeerGroup group_;
   const CommConfig config_;
-  const Algorithm algorithm_;
+  const TuningTable tuning_;  // one row when the configuration names an algorithm
   const StopToken stop_;
   const WaitPolicy policy_;
   const std::shared_ptr<void> keep_alive_;
@@ -64,8 +68,8 @@ class PeerCommunicator final : public Communicator {
   std::deque<std::shared_ptr<Operation>> queue_;
   int64_t last_number_ = 0;
   int64_t slot_ticks_[kMaxInFlight] = {};
-  std::vector<int64_t> peer_completed_;  // what was last seen of each peer
-  Missing post_missing_;                 // what keeps the first unposted call from being posted
+  int64_t all_completed_ = 0;  // every peer was seen to have completed so many calls
+  Missing post_missing_;       // what keeps the first unposted call from being posted
 
   std::atomic<bool> failed_{false};
   mutable std::mutex status_mutex_;

@@ -60,12 +60,15 @@ struct Loops {
         isa::add_block                                                                                     \
   }
 
-const Loops& loops() {
-  static const Loops chosen = [] {
-    if (__builtin_cpu_supports("avx512f")) return KTG_LOOPS(avx512);
-    if (__builtin_cpu_supports("avx2")) return KTG_LOOPS(avx2);
-    return KTG_LOOPS(sse);
-  }();
+const Loops& loops_of(InstructionSet set) {
+  static const Loops kSse = KTG_LOOPS(sse);
+  static const Loops kAvx2 = KTG_LOOPS(avx2);
+  static const Loops kAvx512 = KTG_LOOPS(avx512);
+  return set == InstructionSet::kAvx512 ? kAvx512 : set == InstructionSet::kAvx2 ? kAvx2 : kSse;
+}
+
+const Loops& best_loops() {
+  static const Loops& chosen = loops_of(usable_instruction_sets().back());
   return chosen;
 }
 
@@ -73,8 +76,8 @@ bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 64 == 0; }
 
 constexpr int64_t kBlock = 512;  // floats of one stack entry: 8 entries fit into the first-level cache
 
-void sum_by_postfix(float* const* dsts, int num_dsts, const float* const* srcs, const SumTree& tree, int64_t n,
-                    bool stream) {
+void sum_by_postfix(const Loops& loops, float* const* dsts, int num_dsts, const float* const* srcs, const SumTree& tree,
+                    int64_t n, bool stream) {
   constexpr int kMaxDepth = 10;  // 1 + log2 of the most leaves, and one to spare
   KTG_CHECK(tree.stack_depth() <= kMaxDepth) << tree.stack_depth();
   alignas(64) float scratch[kMaxDepth][kBlock];
@@ -88,12 +91,12 @@ void sum_by_postfix(float* const* dsts, int num_dsts, const float* const* srcs, 
         continue;
       }
       --top;
-      loops().add(scratch[top - 1], stack[top - 1], stack[top], size);
+      loops.add(scratch[top - 1], stack[top - 1], stack[top], size);
       stack[top - 1] = scratch[top - 1];
     }
     float* outs[kMaxSumSources];
     for (int d = 0; d < num_dsts; ++d) outs[d] = dsts[d] + begin;
-    loops().even[stream][0](outs, num_dsts, &stack[0], size);
+    loops.even[stream][0](outs, num_dsts, &stack[0], size);
   }
 }
 
@@ -142,27 +145,47 @@ SumTree SumTree::of_parts(int64_t num_leaves, int world_size) {
   return tree;
 }
 
-void tree_sum(float* const* dsts, int num_dsts, const float* const* srcs, const SumTree& tree, int64_t n,
-              bool stream_stores) {
+namespace {
+void sum_with(const Loops& loops, float* const* dsts, int num_dsts, const float* const* srcs, const SumTree& tree,
+              int64_t n, bool stream) {
   // Streaming stores need aligned destinations; a head of unaligned floats is done first when all agree.
   const uintptr_t misaligned = num_dsts > 0 ? reinterpret_cast<uintptr_t>(dsts[0]) % 64 : 0;
-  for (int d = 1; d < num_dsts; ++d) stream_stores &= reinterpret_cast<uintptr_t>(dsts[d]) % 64 == misaligned;
-  if (stream_stores && misaligned != 0) {
-    const int64_t head = std::min<int64_t>(n, static_cast<int64_t>(64 - misaligned) / 4);
-    tree_sum(dsts, num_dsts, srcs, tree, head, false);
+  for (int d = 1; d < num_dsts; ++d) stream &= reinterpret_cast<uintptr_t>(dsts[d]) % 64 == misaligned;
+  stream &= n >= 64;
+  if (stream && misaligned != 0) {
+    const int64_t head = static_cast<int64_t>(64 - misaligned) / 4;
+    sum_with(loops, dsts, num_dsts, srcs, tree, head, false);
     float* rest_dsts[kMaxSumSources];
     const float* rest_srcs[kMaxSumSources];
     for (int d = 0; d < num_dsts; ++d) rest_dsts[d] = dsts[d] + head;
     for (int s = 0; s < tree.num_sources(); ++s) rest_srcs[s] = srcs[s] + head;
-    tree_sum(rest_dsts, num_dsts, rest_srcs, tree, n - head, true);
+    sum_with(loops, rest_dsts, num_dsts, rest_srcs, tree, n - head, true);
     return;
   }
   if (tree.is_even()) {
-    loops().even[stream_stores][std::bit_width(static_cast<unsigned>(tree.num_sources())) - 1](dsts, num_dsts, srcs, n);
+    loops.even[stream][std::bit_width(static_cast<unsigned>(tree.num_sources())) - 1](dsts, num_dsts, srcs, n);
   } else {
-    sum_by_postfix(dsts, num_dsts, srcs, tree, n, stream_stores);
+    sum_by_postfix(loops, dsts, num_dsts, srcs, tree, n, stream);
   }
-  if (stream_stores) _mm_sfence();
+  if (stream) _mm_sfence();
+}
+}  // namespace
+
+void tree_sum(float* const* dsts, int num_dsts, const float* const* srcs, const SumTree& tree, int64_t n,
+              bool stream_stores) {
+  sum_with(best_loops(), dsts, num_dsts, srcs, tree, n, stream_stores);
+}
+
+std::vector<InstructionSet> usable_instruction_sets() {
+  std::vector<InstructionSet> sets = {InstructionSet::kSse};
+  if (__builtin_cpu_supports("avx2")) sets.push_back(InstructionSet::kAvx2);
+  if (__builtin_cpu_supports("avx512f")) sets.push_back(InstructionSet::kAvx512);
+  return sets;
+}
+
+void tree_sum_with(InstructionSet set, float* const* dsts, int num_dsts, const float* const* srcs, const SumTree& tree,
+                   int64_t n, bool stream_stores) {
+  sum_with(loops_of(set), dsts, num_dsts, srcs, tree, n, stream_stores);
 }
 
 void copy_bytes(void* dst, const void* src, int64_t size_bytes, bool stream_stores) {
@@ -174,7 +197,7 @@ void copy_bytes(void* dst, const void* src, int64_t size_bytes, bool stream_stor
   const int64_t floats = size_bytes / 4;
   float* dsts[1] = {static_cast<float*>(dst)};
   const float* srcs[1] = {static_cast<const float*>(src)};
-  loops().even[1][0](dsts, 1, srcs, floats);
+  best_loops().even[1][0](dsts, 1, srcs, floats);
   std::memcpy(static_cast<char*>(dst) + floats * 4, static_cast<const char*>(src) + floats * 4,
               static_cast<size_t>(size_bytes % 4));
   _mm_sfence();

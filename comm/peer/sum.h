@@ -39,6 +39,12 @@ inline constexpr int kMaxSumSources = 128;
 // soon; the caller's next release store comes after them in memory.
 void tree_sum(float* const* dsts, int num_dsts, const float* const* srcs, const SumTree& tree, int64_t n,
               bool stream_stores);
+// The same with the loops of one instruction set, for tests: their bits must agree. The last usable one is what
+// tree_sum uses.
+enum class InstructionSet { kSse, kAvx2, kAvx512 };
+std::vector<InstructionSet> usable_instruction_sets();
+void tree_sum_with(InstructionSet set, float* const* dsts, int num_dsts, const float* const* srcs, const SumTree& tree,
+                   int64_t n, bool stream_stores);
 // memcpy, past the caches when asked.
 void copy_bytes(void* dst, const void* src, int64_t size_bytes, bool stream_stores);
 

@@ -1,5 +1,8 @@
-// How a rank waits for a peer's word: a short spin, then yields, then sleep on the peer's bell. Ranks may outnumber
-// cores, so the spin is short and the sleep comes soon: a rank that waits leaves its core to one that works.
+// How a rank waits for words of its peers: a short spin, some yields, then sleep. Ranks may outnumber cores, so a rank
+// that waits must soon leave its core to one that works.
+//
+// A sleeper says what it waits for (Sleeper in layout.h). Whoever publishes a word looks who sleeps, and wakes those
+// whose wait that ended: of eight ranks that wait for all others, none wakes before the last one has come.
 #pragma once
 
 #include <chrono>
@@ -10,23 +13,35 @@
 
 namespace kintsugi::comm {
 
+// The word at `offset` of the control blocks of `peers` (bit r: rank r) is at least `stamp`.
+struct Missing {
+  uint64_t peers = 0;
+  uint32_t offset = 0;
+  uint64_t stamp = 0;
+};
+uint64_t everyone_else(const PeerGroup& group);
+uint32_t offset_in_block(const PeerGroup& group, const std::atomic<uint64_t>& own_word);
+bool is_over(const PeerGroup& group, const Missing& missing);
+// The first rank whose word is not far enough; -1 when the wait is over.
+int first_missing(const PeerGroup& group, const Missing& missing);
+
 struct WaitPolicy {
-  int spins = 0;             // looks at the word, some nanoseconds apart
+  int spins = 0;             // looks, some 30 ns apart
   Duration yield_for{};      // then sched_yield between looks, this long
-  Duration sleep_at_most{};  // then sleeps of at most this; aborts are noticed in between
+  Duration idle_for{};       // or until yields have found nobody to run for this long
+  Duration sleep_at_most{};  // then sleeps of at most this; stop words are looked at in between
   // For `world_size` ranks on the cores that this process may use.
   static WaitPolicy for_world(int world_size);
 };
 
-// Stores a stamp and wakes whoever sleeps on this rank's bell. `word` belongs to `own`.
-void publish(ControlBlock& own, std::atomic<uint64_t>& word, uint64_t stamp);
+// Stores a stamp in a word of this rank, and wakes the ranks that slept for it.
+void publish(const PeerGroup& group, std::atomic<uint64_t>& word, uint64_t stamp);
+// Wakes rank `r` for a look around, whatever it waits for.
+void wake(const PeerGroup& group, int r);
 
-// Wakes everybody who sleeps on the bell: they look around and sleep again.
-void ring(ControlBlock& peer);
-
-// Returns once `word` >= stamp, or with the error of `interrupted`, which is asked between looks (often, so it must be
+// Returns once the wait is over, or with the error of `interrupted`, which is asked between looks (often, so it must be
 // cheap; `slow` asks for its dearer checks too).
-Status wait_for_stamp(ControlBlock& peer, const std::atomic<uint64_t>& word, uint64_t stamp, const WaitPolicy& policy,
-                      const std::function<Status(bool slow)>& interrupted);
+Status wait_for(const PeerGroup& group, const Missing& missing, const WaitPolicy& policy,
+                const std::function<Status(bool slow)>& interrupted);
 
 }  // namespace kintsugi::comm

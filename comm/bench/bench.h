@@ -1,0 +1,71 @@
+// Measures collectives the way nccl-tests does: check every element, warm up, time, print.
+//
+// One measurement: all ranks leave a barrier, each takes the time of one call; the call's time is that of the slowest
+// rank, and the row shows the median over the iterations. algbw = size / time; busbw = algbw times what a rank must at
+// least send, relative to the size: 2 (N-1)/N for all_reduce, (N-1)/N for reduce_scatter and all_gather, 1 for
+// broadcast, so that it compares with a link's speed whatever N is.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "comm/tuning.h"
+
+namespace kintsugi::comm {
+
+enum class BenchOp { kAllReduce, kAllReduceFixed, kReduceScatter, kAllGather, kBroadcast };
+Result<BenchOp> parse_bench_op(const std::string& name);
+const char* name_of(BenchOp op);
+
+struct BenchOptions {
+  BenchOp op = BenchOp::kAllReduce;
+  int64_t min_bytes = 4 << 10;
+  int64_t max_bytes = 64 << 20;
+  int64_t factor = 4;
+  int num_iterations = 0;  // 0: by size, 20 to 1000
+  int num_warm_up = 0;     // 0: by size
+  bool check = true;
+  bool in_heap = true;  // else private memory, which is staged
+  int root = 0;
+  std::vector<std::string> algorithms = {"direct"};
+  std::vector<int64_t> chunks = {0};
+};
+// Names the option that is wrong.
+Status validate(const BenchOptions& options);
+
+struct BenchRow {
+  int64_t size_bytes = 0;  // of all ranks' shares together
+  int64_t count = 0;       // floats of one rank's argument, as the call takes it
+  std::string algorithm;
+  int64_t chunk_bytes = 0;
+  double time_us = 0;  // median over iterations of the slowest rank
+  double best_us = 0;
+  double algbw = 0;  // GB/s
+  double busbw = 0;
+  int64_t num_wrong = -1;  // over all ranks; -1: not checked
+};
+
+// Makes the communicator of the next generation with this configuration, on every rank in the same order, after every
+// rank has left the one before.
+using MakeCommunicator = std::function<Result<std::unique_ptr<Communicator>>(const CommConfig& config)>;
+
+// Every rank calls it; rank 0's `on_row` sees each row as it is measured. `heap` has room for bench_heap_bytes().
+// Data is taken from the heap once, so call it once a heap.
+Result<std::vector<BenchRow>> run_bench(const BenchOptions& options, int world_size, SymmetricHeap& heap,
+                                        const MakeCommunicator& make,
+                                        const std::function<void(const BenchRow&)>& on_row);
+int64_t bench_heap_bytes(const BenchOptions& options);
+
+// The fastest row of each size as a tuning table. Direct with its own chunk stays unless another is ahead by more than
+// timings repeat (5 %). A row's range ends halfway (in powers) between its size and the next one measured.
+TuningTable make_tuning(const std::vector<BenchRow>& rows, int world_size);
+
+// The table, as text.
+std::string header(const BenchOptions& options, int world_size);
+std::string format(const BenchRow& row, const BenchOptions& options);
+std::string to_json(const BenchOptions& options, int world_size, const std::vector<BenchRow>& rows);
+
+}  // namespace kintsugi::comm
