@@ -22,33 +22,33 @@ enum class MessageType : uint32_t {
   // agent -> its child
   kSetup = 1,  // body: ChildSetup, then the resolved configuration; descriptors: control page
   kSegment,    // rank's shared segment; descriptor: it
-  kWrite,      // to a writer: step, value = slot, body: folder and meta
-  kCommit,     // to the committing writer: step, body: folder, records
+  kWrite,      // to a writer: step, value = slot; body: SaveTicket
+  kCommit,     // to the committing writer: step; body: SaveTicket, then one shard record a line in rank order
   // child -> its agent
-  kAlive = 100,  // the life mutex is locked
-  kParked,       // generation it leaves; body: Progress. Waits for a verdict
-  kResumed,      // generation; body: EntryTimes
-  kSnapshot,     // a snapshot slot was handed over
-  kPublish,      // body: topic, zero byte, payload
-  kFinished,     // step; body: summary JSON
-  kFailed,       // value = exit code; body: message. Nothing will mend it
-  kTrouble,      // generation; body: reason. The communicator failed: a new generation, please
-  kWritten,      // step; value = 0 ok, 1 failed; body: record or message
-  kCommitted,    // step; value = 0 ok, 1 failed; body: folder or message
+  kAlive = 100,    // the life mutex is locked
+  kParked,         // generation it leaves; body: Progress. Waits for a verdict
+  kResumed,        // generation; body: EntryTimes
+  kSnapshot,       // a snapshot slot was handed over
+  kPublish,        // body: topic, zero byte, payload
+  kFinished,       // step; value = 1: stopped before the last; body: summary JSON
+  kFailed,         // value = exit code; body: message. Nothing will mend it
+  kTrouble,        // generation; body: reason. The communicator failed: a new generation, please
+  kBadCheckpoint,  // generation; body: reason. The verdict's checkpoint does not verify
+  kWritten,        // step; generation = attempt; value = SaveOutcome; body: record or message
+  kCommitted,      // step; generation = attempt; value = SaveOutcome; body: folder or message
   // agent -> coordinator: a child's kParked, kResumed, kFinished, kFailed, kTrouble, kPublish, kWritten and kCommitted,
   // relayed, and
   kHello = 200,  // rank; value = world size; body: Hello; descriptors: segment, control page
   kDied,         // incarnation; body: DeathNotice
   kRoster,       // body: Roster
-  kHanded,       // step: this rank's shard of it is in memory, and its writer waits for a folder. value = cursor
-  kStopAsked,    // value = signal
+  kHanded,       // step: this rank's shard of it is in memory, and its writer waits for a ticket. value = cursor
   // coordinator -> agent
   kPeer = 300,  // rank; descriptors: segment, control page
   kAnnounce,    // generation: all below are over
   kVerdict,     // generation; body: Verdict
   kKill,        // incarnation: it did not answer in time
-  kSave,        // step; body: folder: write your shard there
-  kSettled,     // step; value = 0 durable, 1 failed; body: message
+  kSave,        // step; body: SaveTicket: write your shard
+  kSettled,     // step; value = SaveOutcome; body: message
   kLeave,       // all ranks are complete: let the workers go, then end with value
   kEnd,         // end now with exit code `value`
 };

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <utility>
 
+#include "launch/exit_code.h"
 #include "runtime/base/deadline.h"
 #include "runtime/base/log.h"
 
@@ -59,6 +60,9 @@ void Coordinator::on_message(int rank, Message message) {
     case MessageType::kTrouble:
       supervisor_.trouble(rank, message.generation, message.body, now_ns);
       break;
+    case MessageType::kBadCheckpoint:
+      on_bad_checkpoint(rank, message);
+      break;
     case MessageType::kFailed:
       supervisor_.failed(rank, static_cast<int>(message.value), message.body, now_ns);
       break;
@@ -101,6 +105,22 @@ void Coordinator::on_roster(int rank, const Roster& roster) {
   if (!table_due_ || static_cast<int>(rosters_.size()) < plan_.world_size) return;
   table_due_ = false;
   print(describe_processes(rosters_));
+}
+
+// Every rank that loads it may find the same fault; the first one's word is enough.
+void Coordinator::on_bad_checkpoint(int rank, const Message& message) {
+  if (ended_ || message.generation != supervisor_.generation()) return;
+  Result<Fallback> fallback =
+      plan_.fall_back ? plan_.fall_back(supervisor_.checkpoint().dir) : failed_precondition(message.body);
+  if (!fallback.ok()) {
+    return supervisor_.failed(rank, kExitFailure, fmt::format("{}: {}", supervisor_.checkpoint().dir, message.body),
+                              monotonic_ns());
+  }
+  print(fmt::format("warning: {}; going back to step {}\n", message.body, fallback->checkpoint.step));
+  saves_.continue_history(fallback->history_id, fallback->parent_history_id, fallback->parent_step,
+                          fallback->checkpoint.step);
+  supervisor_.checkpoint_committed(fallback->checkpoint);
+  supervisor_.trouble(rank, message.generation, message.body, monotonic_ns());
 }
 
 void Coordinator::on_agent_lost(int rank) {

@@ -16,6 +16,14 @@
 
 namespace kintsugi::launch {
 
+// A checkpoint to take instead of one that does not verify, and the history of the steps that follow it.
+struct Fallback {
+  CheckpointRef checkpoint;
+  std::string history_id;
+  std::string parent_history_id;
+  int64_t parent_step = 0;
+};
+
 struct JobPlan {
   int world_size = 1;
   std::string launcher;  // "mpirun (Open MPI)", for people
@@ -26,6 +34,8 @@ struct JobPlan {
   std::string history_id;  // of the steps to come, and what they continue
   std::string parent_history_id;
   int64_t parent_step = 0;
+  // Blocks on the disk for a moment: in an emergency only. Null: a checkpoint that does not verify ends the job.
+  std::function<Result<Fallback>(const std::string& bad_dir)> fall_back{};
 };
 
 class Coordinator {
@@ -51,6 +61,7 @@ class Coordinator {
   void broadcast(const Message& message);
   void deliver(const Action& action);
   void on_roster(int rank, const Roster& roster);
+  void on_bad_checkpoint(int rank, const Message& message);
 
   const JobPlan plan_;
   const Send send_;

@@ -177,6 +177,10 @@ bool ProcessWorkerLink::complete() const { return slot_.leave.load(std::memory_o
 
 Status ProcessWorkerLink::trouble(const Status& reason) { return send(MessageType::kTrouble, 0, reason.to_string()); }
 
+Status ProcessWorkerLink::bad_checkpoint(const Status& reason) {
+  return send(MessageType::kBadCheckpoint, 0, reason.message());
+}
+
 Status ProcessWorkerLink::failed(int exit_code, std::string_view message) {
   return send(MessageType::kFailed, exit_code, std::string(message.substr(0, 8192)));
 }

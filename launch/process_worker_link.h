@@ -39,6 +39,9 @@ class ProcessWorkerLink final : public WorkerLink {
   // `trouble` asks for a new generation; `failed` says that nothing will mend it.
   Status trouble(const Status& reason);
   Status failed(int exit_code, std::string_view message);
+  // The newest verdict told this rank to load a checkpoint, and no step has begun since.
+  bool loading_checkpoint() const { return verdict_.source == StateSource::kCheckpoint && times_.begun_ns == 0; }
+  Status bad_checkpoint(const Status& reason);
 
  private:
   Status send(MessageType type, int64_t value = 0, std::string body = {});

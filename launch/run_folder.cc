@@ -72,6 +72,21 @@ std::string new_run_id() {
   return fmt::format("{:%Y%m%d-%H%M%S}-{:06x}", fmt::gmtime(now), std::random_device()() & 0xffffff);
 }
 
+Result<RunFolder> fall_back_from(const std::string& checkpoint_dir, const std::vector<std::string>& bad_dirs,
+                                 const std::string& run_id) {
+  FileSystem& fs = FileSystem::posix();
+  KTG_ASSIGN_OR_RETURN(const std::vector<checkpoint::CheckpointInfo> all,
+                       checkpoint::list_checkpoints(fs, checkpoint_dir, nullptr));
+  for (const checkpoint::CheckpointInfo& info : all) {
+    if (std::find(bad_dirs.begin(), bad_dirs.end(), info.dir) != bad_dirs.end()) continue;
+    RunFolder folder;
+    folder.resume_from = {.step = info.meta.step, .dir = info.dir};
+    KTG_ASSIGN_OR_RETURN(folder.history, checkpoint::resume_history(fs, checkpoint_dir, info, run_id));
+    return folder;
+  }
+  return not_found(checkpoint_dir + ": no other checkpoint is left");
+}
+
 Result<RunFolder> open_run_folder(const std::string& out_dir, const ResumeRequest& resume, const std::string& run_id) {
   FileSystem& fs = FileSystem::posix();
   RunFolder folder;

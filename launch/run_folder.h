@@ -28,6 +28,11 @@ struct RunFolder {
 
 inline std::string checkpoint_dir_of(const std::string& out_dir) { return out_dir + "/checkpoint"; }
 
+// The newest checkpoint of the folder that is not among `bad_dirs`, and the history that goes on from it. kNotFound:
+// there is none.
+Result<RunFolder> fall_back_from(const std::string& checkpoint_dir, const std::vector<std::string>& bad_dirs,
+                                 const std::string& run_id);
+
 // "20260801-142233-5e1f0a": sorts by time, and no two runs share it.
 std::string new_run_id();
 

@@ -17,7 +17,13 @@ void copy_text(char (&to)[N], const std::string& from) {
 
 SaveBoard::SaveBoard(int world_size, std::string prefix, const std::string& run_id, const std::string& parent_run_id,
                      int64_t parent_step, int64_t durable_step)
-    : world_size_(world_size), prefix_(std::move(prefix)), durable_step_(durable_step) {
+    : world_size_(world_size), prefix_(std::move(prefix)) {
+  continue_history(run_id, parent_run_id, parent_step, durable_step);
+}
+
+void SaveBoard::continue_history(const std::string& run_id, const std::string& parent_run_id, int64_t parent_step,
+                                 int64_t durable_step) {
+  durable_step_ = durable_step;
   history_.parent_step = parent_step;
   copy_text(history_.run_id, run_id);
   copy_text(history_.parent_run_id, parent_run_id);

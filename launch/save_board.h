@@ -40,6 +40,9 @@ class SaveBoard {
   void handed(int rank, int64_t step, int64_t cursor, int64_t now_ns);
   void written(int rank, int64_t step, int64_t number, int64_t outcome, std::string body);
   void committed(int64_t step, int64_t number, int64_t outcome, const std::string& body, int64_t now_ns);
+  // The steps to come belong to this history; `durable_step` is what it goes on from.
+  void continue_history(const std::string& run_id, const std::string& parent_run_id, int64_t parent_step,
+                        int64_t durable_step);
   // All ranks went back to `step`: what is newer is of an abandoned future, and may be saved anew.
   void went_back_to(int64_t step);
   std::vector<SaveAction> take_actions();

@@ -75,6 +75,18 @@ Result<JobOpening> open_job(const TrainOptions& options, const AgentConfig& agen
                   .history_id = folder.history.run_id,
                   .parent_history_id = folder.history.parent_run_id,
                   .parent_step = folder.history.parent_step};
+  // A checkpoint that was asked for by name is not silently replaced by another.
+  if (options.resume.from.empty()) {
+    opening.plan.fall_back = [dir = folder.checkpoint_dir, bad = std::vector<std::string>(),
+                              run_id](const std::string& bad_dir) mutable -> Result<Fallback> {
+      bad.push_back(bad_dir);
+      KTG_ASSIGN_OR_RETURN(const RunFolder next, fall_back_from(dir, bad, fmt::format("{}-{}", run_id, bad.size())));
+      return Fallback{.checkpoint = next.resume_from,
+                      .history_id = next.history.run_id,
+                      .parent_history_id = next.history.parent_run_id,
+                      .parent_step = next.history.parent_step};
+    };
+  }
   opening.publish = [console = std::shared_ptr<StepConsole>(std::move(console))](
                         std::string_view topic, std::string_view payload) { console->publish(topic, payload); };
   opening.keeps_alive = std::make_shared<UniqueFd>(std::move(folder.lock));
@@ -144,6 +156,9 @@ int agent_main(int argc, char** argv) {
         facts->rank);
   }
   const CpuShare cpus = take_cpu_share(*facts, environment);
+  // For every thread of every child: OpenMP keeps the number per thread, and a spare is made on one and trains on
+  // another.
+  ::setenv("OMP_NUM_THREADS", std::to_string(cpus.num_threads).c_str(), /*overwrite=*/1);
   const Result<AgentConfig> config = configure(options, std::max(1, facts->world_size));
   return run_agent({.facts = *facts,
                     .environment = environment,

@@ -1,6 +1,7 @@
 #include "launch/worker_main.h"
 
 #include <fmt/format.h>
+#include <sys/prctl.h>
 
 #include <optional>
 #include <thread>
@@ -20,17 +21,6 @@ using std::chrono::minutes;
 
 // The agent has the setup ready when it starts a child; segments come when all ranks have met.
 constexpr auto kSetupPatience = minutes(10);
-
-int exit_code_of(const Status& status) {
-  switch (status.code()) {
-    case StatusCode::kInvalidArgument:
-    case StatusCode::kFailedPrecondition:
-    case StatusCode::kNotFound:
-      return kExitBadConfig;
-    default:
-      return kExitFailure;
-  }
-}
 
 struct Child {
   Channel channel{UniqueFd(kChildChannelFd)};
@@ -59,6 +49,12 @@ struct Child {
       fd = std::move(m.fds[0]);
     }
     return ok_status();
+  }
+
+  // What ps and top show; the kernel would say "exe".
+  void name_process(const char* role) const {
+    const std::string name = fmt::format("train-{}-{}", role, context.setup.rank);
+    ::prctl(PR_SET_NAME, name.substr(0, 15).c_str());
   }
 
   Status start_log(const char* role) {
@@ -102,6 +98,10 @@ int train(Trainer& trainer, ProcessWorkerLink& link) {
     }
     const StatusCode code = outcome.status().code();
     log().warn("{}", outcome.status().to_string());
+    if (code == StatusCode::kDataLoss && link.loading_checkpoint()) {
+      if (!link.bad_checkpoint(outcome.status()).ok()) return kExitFailure;
+      continue;
+    }
     if (code == StatusCode::kDeviceLost) return kExitFailure;  // a replacement can do what this process cannot
     if (code != StatusCode::kUnavailable && code != StatusCode::kDeadlineExceeded) return fail(link, outcome.status());
     // The communicator failed though nobody is known to be dead: a new generation shows who still answers.
@@ -139,6 +139,7 @@ int worker_main(const TrainProgram& program) {
   Child child;
   if (!child.take_setup().ok()) return kExitFailure;  // the agent is gone, or about to be
   const ChildSetup& setup = child.context.setup;
+  child.name_process("worker");
   LifeHolder life(&child.page->slots[setup.slot].life);
   Message alive;
   alive.type = MessageType::kAlive;
@@ -156,6 +157,7 @@ int writer_main(const TrainProgram& program) {
   make_thread_yielding();
   Child child;
   if (!child.take_setup().ok()) return kExitFailure;
+  child.name_process("writer");
   while (!child.context.segment_fds[static_cast<size_t>(child.context.setup.rank)].valid()) {
     if (!child.take_segments(1).ok()) return kExitFailure;
   }
