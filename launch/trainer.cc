@@ -26,17 +26,6 @@ void touch_pages(const void* data, int64_t size_bytes) {
   for (int64_t i = 0; i < size_bytes; i += kPageBytes) static_cast<void>(bytes[i]);
 }
 
-// Adds the time until the end of the scope.
-class ScopedTimer {
- public:
-  explicit ScopedTimer(int64_t& total_ns) : total_ns_(total_ns), begin_ns_(monotonic_ns()) {}
-  ~ScopedTimer() { total_ns_ += monotonic_ns() - begin_ns_; }
-
- private:
-  int64_t& total_ns_;
-  int64_t begin_ns_;
-};
-
 }  // namespace
 
 void use_segments(WorkerEnvironment& environment, std::vector<comm::SharedSegment*> segments,
@@ -61,7 +50,6 @@ TrainerImpl::TrainerImpl(const RunConfig& config, const WorkerEnvironment& envir
                          const parallel::BatchLayout& layout)
     : config_(config),
       environment_(environment),
-      link_(*environment.link),
       layout_(layout),
       plan_(plan_memory(config, environment.world_size)),
       faults_(
@@ -135,6 +123,15 @@ Status TrainerImpl::build() {
   return ok_status();
 }
 
+// Phases are timed in every step, what lies inside them in those of metrics.trace_steps.
+void TrainerImpl::begin_timeline(int64_t step) {
+  const std::vector<int64_t>& traced = config_.metrics.trace_steps;
+  traced_ = !environment_.out_dir.empty() && std::find(traced.begin(), traced.end(), step) != traced.end();
+  timeline_.clear();
+  communication_timeline_.clear();
+  parallel_->set_timelines(traced_ ? &timeline_ : nullptr, traced_ ? &communication_timeline_ : nullptr);
+}
+
 Result<RunOutcome> TrainerImpl::run() {
   if (owed_) {
     KTG_RETURN_IF_ERROR(explained(complete_step(*owed_, /*timed=*/false)));
@@ -152,11 +149,11 @@ Result<RunOutcome> TrainerImpl::run() {
 
 // One optimizer step. Until update() the state is that of the step before, and the step can be dropped anywhere.
 Result<VoteOutcome> TrainerImpl::step(int64_t step) {
-  times_ = {};
+  begin_timeline(step);
   set_check_context(environment_.rank, step);
   KTG_RETURN_IF_ERROR(fetch(step));
   KTG_RETURN_IF_ERROR(forward_backward(step));
-  KTG_RETURN_IF_ERROR(parallel_->finish_reduce(*stream_, collective_deadline()));
+  KTG_RETURN_IF_ERROR(finish_reduce(step));
   KTG_ASSIGN_OR_RETURN(const VoteOutcome vote, this->vote(step));
   KTG_RETURN_IF_ERROR(update(vote));
   KTG_RETURN_IF_ERROR(complete_step(vote, /*timed=*/true));
@@ -164,8 +161,8 @@ Result<VoteOutcome> TrainerImpl::step(int64_t step) {
 }
 
 Status TrainerImpl::fetch(int64_t step) {
-  const ScopedTimer timer(times_.data_ns);
-  link_.begun(step);
+  const trace::ScopedSpan span(&timeline_, "fetch", step);
+  environment_.link->begun(step);
   fault_step_ = step;
   KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kData, step));
   const int64_t T = config_.training.seq_len;
@@ -176,8 +173,8 @@ Status TrainerImpl::fetch(int64_t step) {
 }
 
 // The sums over ranks start inside: backward hands each bucket to the communicator as it is completed.
-Status TrainerImpl::forward_backward(int64_t) {
-  const ScopedTimer timer(times_.compute_ns);
+Status TrainerImpl::forward_backward(int64_t step) {
+  const trace::ScopedSpan span(&timeline_, "forward and backward", step);
   const int64_t B = layout_.micro_batch, T = config_.training.seq_len;
   parallel_->begin_step(layout_);
   for (int64_t i = 0; i < layout_.num_micro_steps; ++i) {
@@ -188,10 +185,14 @@ Status TrainerImpl::forward_backward(int64_t) {
   return ok_status();
 }
 
+Status TrainerImpl::finish_reduce(int64_t step) {
+  const trace::ScopedSpan span(&timeline_, "wait for sums", step);
+  return parallel_->finish_reduce(*stream_, collective_deadline());
+}
+
 // Left only when every rank has entered it, so every rank then holds the complete gradient.
 Result<VoteOutcome> TrainerImpl::vote(int64_t step) {
-  const ScopedTimer timer(times_.vote_ns);
-  times_.exposed_ns = parallel_->exposed_ns();
+  const trace::ScopedSpan span(&timeline_, "vote", step);
   KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kBeforeVote, step));
   if (!layout_.fixed_order()) {
     for (size_t i = 1; i < losses_.size(); ++i) {
@@ -200,23 +201,24 @@ Result<VoteOutcome> TrainerImpl::vote(int64_t step) {
     }
   }
   const std::span<const runtime::LossSums> losses(losses_.data(), layout_.fixed_order() ? losses_.size() : 1);
-  KTG_ASSIGN_OR_RETURN(const parallel::VoteResult result,
-                       parallel_->vote({.step = step, .losses = losses, .stop_requested = link_.stop_requested()},
-                                       *stream_, collective_deadline()));
+  KTG_ASSIGN_OR_RETURN(
+      const parallel::VoteResult result,
+      parallel_->vote({.step = step, .losses = losses, .stop_requested = environment_.link->stop_requested()}, *stream_,
+                      collective_deadline()));
   const VoteOutcome outcome{.step = step,
                             .gradient_norm = result.gradient_norm,
                             .loss_sum = result.loss_sum,
                             .num_tokens = result.num_tokens,
                             .skip = result.skip ? 1 : 0,
                             .stop_requested = result.stop_requested ? 1 : 0};
-  link_.left_vote(outcome);
+  environment_.link->left_vote(outcome);
   KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kAfterVote, step));
   return outcome;
 }
 
 // From the vote's bits alone, so that it can be repeated after a death. A clip factor of exactly 1 changes no bit.
 Status TrainerImpl::update(const VoteOutcome& vote) {
-  const ScopedTimer timer(times_.update_ns);
+  const trace::ScopedSpan span(&timeline_, "update", vote.step);
   const runtime::OptimizerConfig& optimizer = config_.optimizer;
   const bool clip = optimizer.clip_norm > 0 && vote.gradient_norm > optimizer.clip_norm;
   const double factor = clip ? optimizer.clip_norm / vote.gradient_norm : 1.0;
@@ -236,7 +238,7 @@ Status TrainerImpl::update(const VoteOutcome& vote) {
   state().step = vote.step;
   state().cursor += layout_.global_batch;
   skipped_steps_ += vote.skip;
-  link_.updated(vote.step);
+  environment_.link->updated(vote.step);
   return ok_status();
 }
 

@@ -41,9 +41,8 @@ Status TrainerImpl::complete_step(const VoteOutcome& vote, bool timed) {
   }
   if (vote.num_tokens == 0) return ok_status();  // owed after a recovery, and nobody knows its loss any more
   last_vote_ = vote;
-  const int64_t now_ns = monotonic_ns();
-  times_.total_ns = now_ns - step_end_ns_;
-  step_end_ns_ = now_ns;
+  const StepTimes times = step_times();
+  if (traced_) KTG_RETURN_IF_ERROR(write_trace());
   if (environment_.rank != 0) return ok_status();
   StepReport report{.vote = vote,
                     .generation = generation_,
@@ -54,18 +53,47 @@ Status TrainerImpl::complete_step(const VoteOutcome& vote, bool timed) {
                     .peak_tflops = config_.metrics.peak_tflops,
                     .memory_bytes = resident_bytes(),
                     .validation_loss = validation,
-                    .times = timed ? std::optional(times_) : std::nullopt};
-  return link_.publish("metrics", to_json(report));
+                    .times = timed ? std::optional(times) : std::nullopt};
+  return environment_.link->publish("metrics", to_json(report));
+}
+
+StepTimes TrainerImpl::step_times() {
+  const int64_t now_ns = monotonic_ns();
+  const StepTimes times{.data_ns = timeline_.total_ns("fetch"),
+                        .compute_ns = timeline_.total_ns("forward and backward"),
+                        .exposed_ns = timeline_.total_ns("wait for sums"),
+                        .vote_ns = timeline_.total_ns("vote"),
+                        .update_ns = timeline_.total_ns("update"),
+                        .snapshot_ns = timeline_.total_ns("snapshot"),
+                        .total_ns = now_ns - step_end_ns_};
+  step_end_ns_ = now_ns;
+  return times;
+}
+
+// One file a process, so that a killed rank's spans stay beside its replacement's. All ranks count from the zero of
+// CLOCK_MONOTONIC.
+Status TrainerImpl::write_trace() {
+  FileSystem& fs = FileSystem::posix();
+  if (!trace_file_) {
+    const std::string dir = join_path(environment_.out_dir, "trace");
+    KTG_RETURN_IF_ERROR(fs.create_dirs(dir));
+    KTG_ASSIGN_OR_RETURN(
+        trace_file_, trace::TraceFile::create(
+                         fs, join_path(dir, fmt::format("rank-{}-generation-{}.json", environment_.rank, generation_)),
+                         environment_.rank, fmt::format("rank {}", environment_.rank), /*origin_ns=*/0));
+  }
+  const trace::Timeline* const timelines[] = {&timeline_, &communication_timeline_};
+  return trace_file_->write(timelines);
 }
 
 // Copies this rank's shard of the state into a slot that its agent can read; a writer takes it from there.
 Status TrainerImpl::take_snapshot() {
-  const int64_t begin_ns = monotonic_ns();
+  const trace::ScopedSpan span(&timeline_, "snapshot", state().step);
   KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kSnapshot, state().step));
-  int slot = link_.free_snapshot_slot();
-  for (; slot < 0; slot = link_.free_snapshot_slot()) {
+  int slot = environment_.link->free_snapshot_slot();
+  for (; slot < 0; slot = environment_.link->free_snapshot_slot()) {
     if (stop_.requested()) return aborted("while waiting for a free snapshot slot");
-    link_.alive();
+    environment_.link->alive();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   const checkpoint::ShardRange range =
@@ -76,14 +104,13 @@ Status TrainerImpl::take_snapshot() {
     KTG_RETURN_IF_ERROR(backend_->copy(out, part + range.begin, bytes, *update_stream_));
     out += range.count;
   }
-  KTG_RETURN_IF_ERROR(link_.snapshot_ready(state().step, state().cursor, slot));
-  times_.snapshot_ns = monotonic_ns() - begin_ns;
-  return ok_status();
+  return environment_.link->snapshot_ready(state().step, state().cursor, slot);
 }
 
 // Batches of the micro-batch's size, shared out in ascending order and summed in ascending order: in fixed order the
 // number has the same bits at every number of ranks.
 Result<double> TrainerImpl::validation_loss() {
+  const trace::ScopedSpan span(&timeline_, "validation", state().step);
   const TrainingConfig& training = config_.training;
   const int64_t T = training.seq_len, B = layout_.micro_batch;
   const int64_t available = validation_data_->num_samples();
@@ -97,7 +124,7 @@ Result<double> TrainerImpl::validation_loss() {
   const int64_t begin = share_begin(batches, environment_.rank, environment_.world_size);
   const int64_t end = share_begin(batches, environment_.rank + 1, environment_.world_size);
   for (int64_t b = begin; b < end; ++b) {
-    link_.alive();
+    environment_.link->alive();
     const int64_t count = std::min(B, samples - b * B);
     for (int64_t i = 0; i < count; ++i) {
       validation_data_->sample(b * B + i, &inputs_[i * T], &targets_[i * T]);
@@ -119,14 +146,14 @@ Result<double> TrainerImpl::validation_loss() {
 
 Result<RunOutcome> TrainerImpl::save_and_leave() {
   if (!snapshot_due(state().step)) KTG_RETURN_IF_ERROR(explained(take_snapshot()));
-  KTG_RETURN_IF_ERROR(explained(link_.await_snapshots(Deadline::never())));
+  KTG_RETURN_IF_ERROR(explained(environment_.link->await_snapshots(Deadline::never())));
   return RunOutcome::kStopRequested;
 }
 
 Result<RunOutcome> TrainerImpl::finish() {
   const Result<std::string> sha256 = state_sha256();
   if (!sha256.ok()) return explained(sha256.status());
-  KTG_RETURN_IF_ERROR(explained(link_.finished(summary(*sha256))));
+  KTG_RETURN_IF_ERROR(explained(environment_.link->finished(summary(*sha256))));
   return RunOutcome::kFinished;
 }
 
@@ -142,7 +169,7 @@ Result<std::string> TrainerImpl::state_sha256() {
   const int64_t end = share_begin(blocks, environment_.rank + 1, environment_.world_size);
   checkpoint::digest_blocks(table, state(), begin, {mine, static_cast<size_t>(end - begin)});
   // Ends by the end of the generation; how long a disk takes is not ours to limit.
-  KTG_RETURN_IF_ERROR(link_.await_snapshots(Deadline::never()));
+  KTG_RETURN_IF_ERROR(environment_.link->await_snapshots(Deadline::never()));
   KTG_ASSIGN_OR_RETURN(
       const comm::WorkPtr work,
       communicator_->all_gather(gathered.data(), mine, most * sizeof(checkpoint::BlockDigest), *stream_));

@@ -38,7 +38,7 @@ std::vector<std::string> changed_keys(const RunConfig& now, const RunConfig& the
 
 Status TrainerImpl::enter_generation(const Verdict& verdict) {
   generation_ = verdict.generation;
-  stop_ = link_.stop_token(generation_);
+  stop_ = environment_.link->stop_token(generation_);
   stream_->set_stop_token(stop_);
   owed_.reset();
   return explained(enter(verdict));
@@ -52,15 +52,15 @@ Status TrainerImpl::enter(const Verdict& verdict) {
       environment_.create_communicator(
           {.generation = generation_, .rank = environment_.rank, .world_size = environment_.world_size}, stop_));
   parallel_->set_communicator(communicator_.get());
-  link_.entered(EntryMilestone::kCommunicator);
+  environment_.link->entered(EntryMilestone::kCommunicator);
   set_check_context(environment_.rank, verdict.committed_step);
   const bool joins = verdict.source != StateSource::kSurvivors || (verdict.joining_ranks >> environment_.rank & 1) != 0;
   if (joins) {
-    link_.updated(-1);
+    environment_.link->updated(-1);
     KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kStartUp, verdict.committed_step + 1));
   }
   KTG_RETURN_IF_ERROR(take_state(verdict));
-  link_.entered(EntryMilestone::kState);
+  environment_.link->entered(EntryMilestone::kState);
   return ok_status();
 }
 
@@ -85,7 +85,7 @@ Status TrainerImpl::start_fresh() {
   KTG_RETURN_IF_ERROR(parallel_->weights_changed(*stream_));
   s.step = 0;
   s.cursor = 0;
-  link_.updated(0);
+  environment_.link->updated(0);
   return ok_status();
 }
 
@@ -105,7 +105,7 @@ Status TrainerImpl::load_checkpoint(const std::string& dir, int64_t step) {
   KTG_RETURN_IF_ERROR(parallel_->weights_changed(*stream_));
   s.step = info.meta.step;
   s.cursor = info.meta.cursor;
-  link_.updated(s.step);
+  environment_.link->updated(s.step);
   if (environment_.rank != 0) return ok_status();
 
   std::string message = fmt::format("loaded step {} from {}", s.step, dir);
@@ -123,7 +123,7 @@ Status TrainerImpl::load_checkpoint(const std::string& dir, int64_t step) {
           then->training.horizon());
     }
   }
-  return link_.publish("log", message);
+  return environment_.link->publish("log", message);
 }
 
 // Survivors keep their memory. Those that still hold the reduced gradient of the committed step make its update; ranks
@@ -145,7 +145,7 @@ Status TrainerImpl::join_survivors(const Verdict& verdict) {
   KTG_RETURN_IF_ERROR(parallel_->fetch_state(verdict.source_rank, joins, *stream_, collective_deadline()));
   if (joins) s.step = committed;
   KTG_RETURN_IF_ERROR(compare_states(verdict.source_rank));
-  if (joins) link_.updated(committed);
+  if (joins) environment_.link->updated(committed);
   if (committed > 0) {
     owed_ = verdict.vote.step == committed ? verdict.vote : VoteOutcome{.step = committed};
   }

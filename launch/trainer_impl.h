@@ -13,8 +13,13 @@
 #include "launch/trainer.h"
 #include "parallel/data_parallel.h"
 #include "runtime/model/transformer.h"
+#include "runtime/trace/timeline.h"
+#include "runtime/trace/trace_file.h"
 
 namespace kintsugi::launch {
+
+// Two a unit and micro-step, one a bucket, and some; what does not fit is dropped and counted.
+inline constexpr int64_t kTimelineSpans = 8192;
 
 class TrainerImpl final : public Trainer {
  public:
@@ -30,6 +35,7 @@ class TrainerImpl final : public Trainer {
   Result<VoteOutcome> step(int64_t step);
   Status fetch(int64_t step);
   Status forward_backward(int64_t step);
+  Status finish_reduce(int64_t step);
   Result<VoteOutcome> vote(int64_t step);
   Status update(const VoteOutcome& vote);
   // What a committed step still owes: its snapshot, its validation loss, its line of progress.
@@ -48,6 +54,9 @@ class TrainerImpl final : public Trainer {
   Result<RunOutcome> save_and_leave();
   Result<RunOutcome> finish();
   Result<std::string> state_sha256();
+  void begin_timeline(int64_t step);
+  StepTimes step_times();
+  Status write_trace();
   std::string summary(const std::string& sha256) const;
 
   bool snapshot_due(int64_t step) const;
@@ -61,7 +70,6 @@ class TrainerImpl final : public Trainer {
 
   const RunConfig config_;
   const WorkerEnvironment environment_;
-  WorkerLink& link_;
   const parallel::BatchLayout layout_;
   const MemoryPlan plan_;
   const FaultPlan faults_;
@@ -91,7 +99,10 @@ class TrainerImpl final : public Trainer {
   int64_t skipped_steps_ = 0;
   int64_t fault_step_ = 0;
   int64_t step_end_ns_ = 0;
-  StepTimes times_;
+  // Spans of the step: its phases, and what parallel_ adds in a traced step.
+  trace::Timeline timeline_{"step", kTimelineSpans}, communication_timeline_{"communication", kTimelineSpans};
+  bool traced_ = false;
+  std::optional<trace::TraceFile> trace_file_;
 };
 
 }  // namespace kintsugi::launch

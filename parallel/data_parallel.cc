@@ -1,5 +1,7 @@
 #include "parallel/data_parallel.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "parallel/state_memory.h"
@@ -44,6 +46,13 @@ DataParallel::DataParallel(const runtime::ParamTable& table, const DataParallelO
       vote_(std::make_unique<Vote>(table.total_length(), losses_per_rank(options.config, options.world_size),
                                    options.rank, options.world_size)) {
   in_flight_.reserve(buckets_.size());
+  for (const runtime::UnitInfo& unit : table.units()) {
+    forward_names_.push_back("forward " + unit.name);
+    backward_names_.push_back("backward " + unit.name);
+  }
+  for (size_t i = 0; i < buckets_.size(); ++i) bucket_names_.push_back(fmt::format("sum of bucket {}", i));
+  acquired_ns_.assign(table.units().size(), 0);
+  issued_ns_.assign(buckets_.size(), 0);
 }
 
 Result<std::unique_ptr<DataParallel>> DataParallel::create(const runtime::ParamTable& table,
@@ -105,7 +114,6 @@ void DataParallel::begin_step(const BatchLayout& layout) {
   next_bucket_ = 0;
   in_flight_.clear();
   completed_ = 0;
-  exposed_ns_ = 0;
   begin_micro_step(0);
 }
 
@@ -117,13 +125,25 @@ void DataParallel::begin_micro_step(int64_t micro_step) {
 Result<runtime::UnitAccess::Weights> DataParallel::acquire(int unit, runtime::Stream&) {
   KTG_RETURN_IF_ERROR(make_progress());
   if (unit == table_.num_units() / 2 && !in_backward_) KTG_RETURN_IF_ERROR(at(StepPoint::kForward));
+  if (unit_timeline_ != nullptr) acquired_ns_[unit] = monotonic_ns();
   const int64_t offset = table_.units()[unit].offset;
   const float* master = state_.weights + offset;
   if (options_.dtype == DType::kF32) return Weights{master, master};
   return Weights{master, compute_copy_.as<uint8_t>() + offset * kernels::size_of(options_.dtype)};
 }
 
-Status DataParallel::release(int, runtime::Stream&) { return ok_status(); }
+Status DataParallel::release(int unit, runtime::Stream&) {
+  if (unit_timeline_ != nullptr) {
+    const std::vector<std::string>& names = in_backward_ ? backward_names_ : forward_names_;
+    unit_timeline_->add(names[unit].c_str(), acquired_ns_[unit], monotonic_ns());
+  }
+  return ok_status();
+}
+
+void DataParallel::set_timelines(trace::Timeline* units, trace::Timeline* buckets) {
+  unit_timeline_ = units;
+  bucket_timeline_ = buckets;
+}
 
 Result<runtime::UnitAccess::Gradients> DataParallel::gradients(int unit, runtime::Stream&) {
   in_backward_ = true;
@@ -154,6 +174,7 @@ Status DataParallel::merge_shards(int unit, runtime::Stream& stream) {
 }
 
 Status DataParallel::reduce(const Bucket& bucket, runtime::Stream& stream) {
+  if (bucket_timeline_ != nullptr) issued_ns_[next_bucket_] = monotonic_ns();
   if (layout_.fixed_order()) {
     const std::span<float* const> parts(parts_.data() + next_bucket_ * stack_.num_parts, stack_.num_parts);
     KTG_ASSIGN_OR_RETURN(comm::WorkPtr work,
@@ -171,18 +192,26 @@ Status DataParallel::make_progress() {
   while (completed_ < in_flight_.size()) {
     KTG_ASSIGN_OR_RETURN(const bool done, in_flight_[completed_]->poll());
     if (!done) return ok_status();
-    ++completed_;
+    completed();
   }
   return ok_status();
 }
 
+void DataParallel::completed() {
+  const size_t bucket = completed_++;
+  if (bucket_timeline_ == nullptr) return;
+  // Buckets are summed one after another, so one's turn begins with the end of the one before.
+  const int64_t begin_ns = std::max(issued_ns_[bucket], bucket_done_ns_), end_ns = monotonic_ns();
+  bucket_timeline_->add(bucket_names_[bucket].c_str(), begin_ns, end_ns);
+  bucket_done_ns_ = end_ns;
+}
+
 Status DataParallel::finish_reduce(runtime::Stream& stream, Deadline deadline) {
-  const int64_t begin_ns = monotonic_ns();
   while (next_bucket_ < buckets_.size()) KTG_RETURN_IF_ERROR(reduce(buckets_[next_bucket_], stream));
-  for (; completed_ < in_flight_.size(); ++completed_) {
+  while (completed_ < in_flight_.size()) {
     KTG_RETURN_IF_ERROR(in_flight_[completed_]->wait(deadline));
+    completed();
   }
-  exposed_ns_ = monotonic_ns() - begin_ns;
   return ok_status();
 }
 

@@ -15,6 +15,7 @@
 
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -25,6 +26,7 @@
 #include "runtime/model/param_table.h"
 #include "runtime/model/train_state.h"
 #include "runtime/model/transformer.h"
+#include "runtime/trace/timeline.h"
 
 namespace kintsugi::parallel {
 
@@ -68,8 +70,8 @@ class DataParallel final : public runtime::UnitAccess {
   // AdamW over all parameters. Give it a stream without a stop token: half an update must not exist.
   Status update(const kernels::AdamWScalars& scalars, runtime::Stream& stream);
 
-  // Nanoseconds of the last step in which this rank only waited for communication: the part that overlap did not hide.
-  int64_t exposed_ns() const { return exposed_ns_; }
+  // Where the spans of units ("forward block.0") and of buckets in flight go; null: nowhere.
+  void set_timelines(trace::Timeline* units, trace::Timeline* buckets);
   const float* gradient() const { return buffers_[0]; }
   // What the kernels read: the master weights in fp32, else their rounded copy.
   const void* compute_weights() const {
@@ -95,6 +97,7 @@ class DataParallel final : public runtime::UnitAccess {
   Status merge_shards(int unit, runtime::Stream& stream);
   Status reduce(const Bucket& bucket, runtime::Stream& stream);
   Status make_progress();
+  void completed();
   Status at(StepPoint point) { return probe_ ? probe_(point) : ok_status(); }
   bool last_micro_step() const { return micro_step_ + 1 == layout_.num_micro_steps; }
 
@@ -119,7 +122,12 @@ class DataParallel final : public runtime::UnitAccess {
   size_t next_bucket_ = 0;  // first bucket not yet given to the communicator
   std::vector<comm::WorkPtr> in_flight_;
   size_t completed_ = 0;  // of in_flight_
-  int64_t exposed_ns_ = 0;
+
+  trace::Timeline *unit_timeline_ = nullptr, *bucket_timeline_ = nullptr;
+  std::vector<std::string> forward_names_, backward_names_, bucket_names_;
+  std::vector<int64_t> acquired_ns_;  // by unit
+  std::vector<int64_t> issued_ns_;    // by bucket
+  int64_t bucket_done_ns_ = 0;
 };
 
 }  // namespace kintsugi::parallel

@@ -1,8 +1,10 @@
 #include "launch/trainer.h"
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 
 #include <cmath>
+#include <map>
 
 #include "training_job.h"
 
@@ -243,6 +245,32 @@ TEST_F(ResumeTest, FixedOrderGoesOnAtAnotherWorldSize) {
   c.checkpoint.every = 1;
   const TrainingJob::Outcome whole = run_and_save(c, 3);
   EXPECT_EQ(resume(c, 1, 4).sha256(), whole.sha256());
+}
+
+TEST_F(TrainerTest, TracedStepsShowUnitsAndBucketsOneAfterAnother) {
+  RunConfig c = config();
+  c.metrics.trace_steps = {2};
+  TrainingJob job(c, 2);
+  job.write_to(dir_.path());
+  const std::string sha256 = job.run().sha256();
+  for (const int rank : {0, 1}) {
+    const std::string path = fmt::format("{}/trace/rank-{}-generation-1.json", dir_.path(), rank);
+    std::map<std::string, int> spans;
+    double bucket_end = 0;
+    for (const nlohmann::json& event : nlohmann::json::parse(FileSystem::posix().read_file(path).value())) {
+      if (event["ph"] != "X") continue;
+      const std::string name = event["name"];
+      ++spans[name];
+      if (!name.starts_with("sum of bucket")) continue;
+      EXPECT_GE(event["ts"].get<double>(), bucket_end - 0.001) << name;
+      bucket_end = event["ts"].get<double>() + event["dur"].get<double>();
+    }
+    for (const char* name : {"fetch", "forward and backward", "wait for sums", "vote", "update", "forward block.0",
+                             "backward block.1", "sum of bucket 0"}) {
+      EXPECT_EQ(spans[name], 1) << name;
+    }
+  }
+  EXPECT_EQ(sha256, finished_job(c, 2).sha256()) << "tracing changes no bit";
 }
 
 TEST_F(TrainerTest, TooShortValidationTextIsAMessageNotANumber) {

@@ -148,6 +148,7 @@ WorkerEnvironment TrainingJob::environment(int rank) {
   environment.world_size = world_size_;
   environment.link = links_[rank].get();
   environment.heap = heaps_[rank].get();
+  environment.out_dir = out_dir_;
   environment.die = [] { return device_lost("struck by the fault plan"); };
   environment.create_communicator = [this, rank](const comm::Membership& membership, StopToken stop) {
     std::shared_ptr<LocalWorld> world;

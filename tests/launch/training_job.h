@@ -50,6 +50,8 @@ class TrainingJob {
   ~TrainingJob();
   // Saves each complete snapshot below this folder, as the agents' writers do.
   void save_checkpoints(const std::string& dir) { checkpoint_dir_ = dir; }
+  // Where traces go; without it none are written.
+  void write_to(const std::string& out_dir) { out_dir_ = out_dir; }
   // The first generation loads this step folder.
   void resume_from(const std::string& step_dir, int64_t step) { resume_ = {.step = step, .dir = step_dir}; }
   // From here on stop_requested() is true on this rank, once it has begun `step`.
@@ -68,7 +70,7 @@ class TrainingJob {
 
   const RunConfig config_;
   const int world_size_;
-  std::string checkpoint_dir_;
+  std::string checkpoint_dir_, out_dir_;
   CheckpointRef resume_;
   int stop_rank_ = -1;
   int64_t stop_step_ = 0;
