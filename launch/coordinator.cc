@@ -217,6 +217,8 @@ void Coordinator::act(SaveAction& action) {
       m.body = pack(action.ticket);
       for (const std::string& record : action.records) m.body += record + "\n";
       return send_(0, std::move(m));
+    case SaveAction::Kind::kRetried:
+      return print(fmt::format("warning: saving step {} again: {}\n", action.step, action.text));
     case SaveAction::Kind::kSettled:
       m.type = MessageType::kSettled;
       m.value = action.text.empty() ? kSaved : kSaveFailed;

@@ -84,7 +84,8 @@ RecoveryPhases phases_of(const Recovery& r) {
   p.communicator_ms = ms_between(r.verdict_ns, communicator_ns);
   p.state_ms = ms_between(communicator_ns, state_ns);
   p.first_step_ms = ms_between(state_ns != 0 ? state_ns : r.verdict_ns, r.entry.begun_ns);
-  p.total_ms = ms_between(zero_ns, r.entry.begun_ns);
+  // A death after the last step: nothing is left to begin.
+  p.total_ms = ms_between(zero_ns, r.entry.begun_ns != 0 ? r.entry.begun_ns : r.entry.state_ns);
   p.committed_ms = ms_between(zero_ns, r.entry.committed_ns);
   return p;
 }

@@ -79,7 +79,10 @@ void SaveBoard::committed(int64_t step, int64_t number, int64_t outcome, const s
 
 void SaveBoard::attempt_failed(int64_t step, int64_t outcome, const std::string& why) {
   Save& save = saves_.at(step);
-  if (outcome == kWriterLost && save.attempts < kMaxAttempts) return attempt(step, save);
+  if (outcome == kWriterLost && save.attempts < kMaxAttempts) {
+    actions_.push_back({.kind = SaveAction::Kind::kRetried, .step = step, .text = why});
+    return attempt(step, save);
+  }
   give_up(step, save, why);
 }
 

@@ -18,6 +18,7 @@ struct SaveAction {
     kSave,     // ticket to all ranks
     kCommit,   // to the committing rank; `records` in rank order
     kSettled,  // to all ranks, or to `rank` alone; `text` is empty when durable
+    kRetried,  // for people: an attempt was lost for the reason in `text`, and another is under way
   };
   Kind kind;
   int rank = -1;  // -1: all
