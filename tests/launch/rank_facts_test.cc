@@ -47,8 +47,12 @@ TEST(RankFactsTest, MpirunsVariablesAreRead) {
 }
 
 TEST(RankFactsTest, TorchrunsVariablesAreRead) {
-  const Result<RankFacts> f = facts_of({{"RANK", "1"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "4"},
-                                        {"MASTER_ADDR", "localhost"}, {"MASTER_PORT", "29500"}});
+  const Result<RankFacts> f = facts_of({{"RANK", "1"},
+                                        {"WORLD_SIZE", "4"},
+                                        {"LOCAL_RANK", "1"},
+                                        {"LOCAL_WORLD_SIZE", "4"},
+                                        {"MASTER_ADDR", "localhost"},
+                                        {"MASTER_PORT", "29500"}});
   ASSERT_TRUE(f.ok());
   EXPECT_EQ(f->rank, 1);
   EXPECT_EQ(f->launcher, Launcher::kTorchrun);
@@ -77,8 +81,8 @@ TEST(RankFactsTest, ASlurmStepIsReadAndABatchScriptsShellIsNot) {
 }
 
 TEST(RankFactsTest, SeveralNodesOfSlurmAreRefused) {
-  const Result<RankFacts> f = facts_of({{"SLURM_PROCID", "5"}, {"SLURM_NTASKS", "8"}, {"SLURM_STEP_ID", "0"},
-                                        {"SLURM_STEP_TASKS_PER_NODE", "4(x2)"}});
+  const Result<RankFacts> f = facts_of(
+      {{"SLURM_PROCID", "5"}, {"SLURM_NTASKS", "8"}, {"SLURM_STEP_ID", "0"}, {"SLURM_STEP_TASKS_PER_NODE", "4(x2)"}});
   ASSERT_FALSE(f.ok());
   EXPECT_THAT(f.status().message(), HasSubstr("one host"));
 }

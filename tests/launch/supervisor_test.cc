@@ -20,7 +20,8 @@ constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
 VoteOutcome vote_of(int64_t step) { return {.step = step, .gradient_norm = 1, .loss_sum = 2, .num_tokens = 3}; }
 Progress in_step(int64_t s) {
-  return {.begun_step = s, .reduced_step = s - 1, .updated_step = s - 1, .vote = s > 1 ? vote_of(s - 1) : VoteOutcome{}};
+  return {
+      .begun_step = s, .reduced_step = s - 1, .updated_step = s - 1, .vote = s > 1 ? vote_of(s - 1) : VoteOutcome{}};
 }
 Progress left_vote(int64_t s) {
   return {.begun_step = s, .reduced_step = s, .updated_step = s - 1, .vote = vote_of(s)};
@@ -52,7 +53,8 @@ class Job {
   void resume_all(int64_t generation) {
     const int64_t t = now + 5 * kMs;
     for (int r = 0; r < size; ++r) {
-      s.resumed(r, generation, {.entered_ns = t, .communicator_ns = t, .state_ns = t, .begun_ns = t + r, .committed_ns = t + r});
+      s.resumed(r, generation,
+                {.entered_ns = t, .communicator_ns = t, .state_ns = t, .begun_ns = t + r, .committed_ns = t + r});
     }
   }
 
@@ -320,8 +322,8 @@ TEST(SupervisorTest, TroubleInAGenerationThatIsOverIsOldNews) {
   EXPECT_TRUE(job.take().empty());
 }
 
-// Random events in any order the agents could report them: some verdict or an end always follows, generations only grow, and a
-// verdict goes out only when every rank waits for one.
+// Random events in any order the agents could report them: some verdict or an end always follows, generations only
+// grow, and a verdict goes out only when every rank waits for one.
 TEST(SupervisorTest, RandomSequencesOfEventsNeverGetStuck) {
   for (uint32_t seed = 0; seed < 300; ++seed) {
     SCOPED_TRACE(seed);
