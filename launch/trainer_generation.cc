@@ -85,6 +85,7 @@ Status TrainerImpl::start_fresh() {
   KTG_RETURN_IF_ERROR(parallel_->weights_changed(*stream_));
   s.step = 0;
   s.cursor = 0;
+  skipped_steps_ = 0;
   environment_.link->updated(0);
   return ok_status();
 }
@@ -105,6 +106,7 @@ Status TrainerImpl::load_checkpoint(const std::string& dir, int64_t step) {
   KTG_RETURN_IF_ERROR(parallel_->weights_changed(*stream_));
   s.step = info.meta.step;
   s.cursor = info.meta.cursor;
+  skipped_steps_ = 0;  // counted from the state that this job began with
   environment_.link->updated(s.step);
   if (environment_.rank != 0) return ok_status();
 
@@ -142,9 +144,7 @@ Status TrainerImpl::join_survivors(const Verdict& verdict) {
   }
   KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kDuringRecovery, committed));
   KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kDuringRecovery, committed + 1));
-  KTG_RETURN_IF_ERROR(parallel_->fetch_state(verdict.source_rank, joins, *stream_, collective_deadline()));
-  if (joins) s.step = committed;
-  KTG_RETURN_IF_ERROR(compare_states(verdict.source_rank));
+  KTG_RETURN_IF_ERROR(share_state(verdict.source_rank, joins));
   if (joins) environment_.link->updated(committed);
   if (committed > 0) {
     owed_ = verdict.vote.step == committed ? verdict.vote : VoteOutcome{.step = committed};
@@ -152,31 +152,32 @@ Status TrainerImpl::join_survivors(const Verdict& verdict) {
   return ok_status();
 }
 
-// What travels beside the state, and the digest that shows that all hold the same.
-struct TrainerImpl::StateRecord {
-  uint64_t digest;
-  int64_t step, cursor, skipped_steps;
-};
-
-Status TrainerImpl::compare_states(int source_rank) {
+// Joining ranks copy the source's state while the others digest theirs; then all digests must agree.
+Status TrainerImpl::share_state(int source_rank, bool joins) {
+  struct Numbers {
+    int64_t step, cursor, skipped_steps;
+  };
   runtime::TrainState& s = state();
-  std::vector<StateRecord> records(environment_.world_size);
-  // The cursor and the counts come from the source, then the digests of everything are compared.
-  for (const bool with_digest : {false, true}) {
-    StateRecord& mine = records[environment_.rank];
-    mine = {.digest = with_digest ? checkpoint::quick_digest(s) : 0,
-            .step = s.step,
-            .cursor = s.cursor,
-            .skipped_steps = skipped_steps_};
-    KTG_ASSIGN_OR_RETURN(const comm::WorkPtr work,
-                         communicator_->all_gather(records.data(), &mine, sizeof(StateRecord), *stream_));
-    KTG_RETURN_IF_ERROR(work->wait(collective_deadline()));
-    s.cursor = records[source_rank].cursor;
-    skipped_steps_ = records[source_rank].skipped_steps;
-  }
+  Numbers numbers{.step = s.step, .cursor = s.cursor, .skipped_steps = skipped_steps_};
+  KTG_ASSIGN_OR_RETURN(const comm::WorkPtr numbers_sent,
+                       communicator_->broadcast(&numbers, sizeof(numbers), source_rank, *stream_));
+  KTG_RETURN_IF_ERROR(parallel_->begin_fetch(source_rank, joins, *stream_));
+  KTG_RETURN_IF_ERROR(numbers_sent->wait(collective_deadline()));
+  s.step = numbers.step;
+  s.cursor = numbers.cursor;
+  skipped_steps_ = numbers.skipped_steps;
+
+  std::vector<uint64_t> digests(environment_.world_size);
+  uint64_t& mine = digests[environment_.rank];
+  if (!joins) mine = checkpoint::quick_digest(s);
+  KTG_RETURN_IF_ERROR(parallel_->finish_fetch(*stream_, collective_deadline()));
+  if (joins) mine = checkpoint::quick_digest(s);
+  KTG_ASSIGN_OR_RETURN(const comm::WorkPtr gathered,
+                       communicator_->all_gather(digests.data(), &mine, sizeof(mine), *stream_));
+  KTG_RETURN_IF_ERROR(gathered->wait(collective_deadline()));
   std::vector<int> others;
   for (int r = 0; r < environment_.world_size; ++r) {
-    if (records[r].digest != records[source_rank].digest) others.push_back(r);
+    if (digests[r] != digests[source_rank]) others.push_back(r);
   }
   // A wrong copy must not train on: this process is replaced, and the state is taken anew.
   KTG_CHECK(others.empty()) << fmt::format("after step {} the state of ranks {} differs from that of rank {}", s.step,

@@ -46,8 +46,7 @@ class TrainerImpl final : public Trainer {
   Status start_fresh();
   Status load_checkpoint(const std::string& dir, int64_t step);
   Status join_survivors(const Verdict& verdict);
-  struct StateRecord;
-  Status compare_states(int source_rank);
+  Status share_state(int source_rank, bool joins);
 
   Status take_snapshot();
   Result<double> validation_loss();

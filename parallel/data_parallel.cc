@@ -96,17 +96,24 @@ Status DataParallel::weights_changed(runtime::Stream& stream) {
 
 void DataParallel::set_communicator(comm::Communicator* communicator) {
   in_flight_.clear();
+  fetches_.clear();
   completed_ = 0;
   communicator_ = communicator;
 }
 
-Status DataParallel::fetch_state(int source, bool receive, runtime::Stream& stream, Deadline deadline) {
+Status DataParallel::begin_fetch(int source, bool receive, runtime::Stream& stream) {
   const int64_t bytes = state_.length * static_cast<int64_t>(sizeof(float));
   for (float* part : {state_.weights, state_.m, state_.v}) {
-    KTG_ASSIGN_OR_RETURN(const comm::WorkPtr work, communicator_->fetch(part, bytes, source, receive, stream));
-    KTG_RETURN_IF_ERROR(work->wait(deadline));
+    KTG_ASSIGN_OR_RETURN(comm::WorkPtr work, communicator_->fetch(part, bytes, source, receive, stream));
+    fetches_.push_back(std::move(work));
   }
-  return receive ? weights_changed(stream) : ok_status();
+  return ok_status();
+}
+
+Status DataParallel::finish_fetch(runtime::Stream& stream, Deadline deadline) {
+  for (const comm::WorkPtr& work : fetches_) KTG_RETURN_IF_ERROR(work->wait(deadline));
+  fetches_.clear();
+  return weights_changed(stream);
 }
 
 void DataParallel::begin_step(const BatchLayout& layout) {

@@ -59,8 +59,10 @@ class DataParallel final : public runtime::UnitAccess {
   // Called at each StepPoint; an error ends the step there.
   void set_probe(std::function<Status(StepPoint)> probe) { probe_ = std::move(probe); }
 
-  // Collective. Ranks with receive = true get weights and moments of `source`, read where they lie.
-  Status fetch_state(int source, bool receive, runtime::Stream& stream, Deadline deadline);
+  // Collective, in two halves. Ranks with receive = true get weights and moments of `source`, read where they lie.
+  // Between the halves the others may read their state, and must not write it.
+  Status begin_fetch(int source, bool receive, runtime::Stream& stream);
+  Status finish_fetch(runtime::Stream& stream, Deadline deadline);
 
   void begin_step(const BatchLayout& layout);
   void begin_micro_step(int64_t micro_step);
@@ -122,6 +124,8 @@ class DataParallel final : public runtime::UnitAccess {
   size_t next_bucket_ = 0;  // first bucket not yet given to the communicator
   std::vector<comm::WorkPtr> in_flight_;
   size_t completed_ = 0;  // of in_flight_
+
+  std::vector<comm::WorkPtr> fetches_;
 
   trace::Timeline *unit_timeline_ = nullptr, *bucket_timeline_ = nullptr;
   std::vector<std::string> forward_names_, backward_names_, bucket_names_;
