@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include "runtime/base/file_system.h"
+
 namespace kintsugi::runtime {
 namespace {
 
@@ -35,7 +37,13 @@ std::unique_ptr<Tokenizer> create_byte_tokenizer() { return std::make_unique<Byt
 
 Result<std::unique_ptr<Tokenizer>> create_tokenizer(const std::string& spec) {
   if (spec == "bytes") return create_byte_tokenizer();
-  return invalid_argument(fmt::format("tokenizer \"{}\": allowed is \"bytes\"", spec));
+  if (spec.empty()) return invalid_argument("no tokenizer is named: \"bytes\", or the path of a tokenizer.json");
+  const size_t first = spec.find_first_not_of(" \t\r\n");
+  if (first != std::string::npos && spec[first] == '{') {
+    return create_bpe_tokenizer(spec, "stored tokenizer");
+  }
+  KTG_ASSIGN_OR_RETURN(const std::string json, FileSystem::posix().read_file(spec));
+  return create_bpe_tokenizer(json, spec);
 }
 
 }  // namespace kintsugi::runtime
