@@ -78,10 +78,6 @@ Status write_file(const std::string& path, const std::string& text) {
 // One rank's whole run.
 Status run_rank(const Arguments& a, BenchWorld& world) {
   const bool speaks = world.rank() == 0;
-  if (a.options.root >= world.world_size()) {
-    return invalid_argument("--root " + std::to_string(a.options.root) + ": there are " +
-                            std::to_string(world.world_size()) + " ranks");
-  }
   if (speaks) std::fputs(header(a.options, world.world_size()).c_str(), stdout);
   const auto make = [&](const comm::CommConfig& config) { return world.next(config); };
   const auto on_row = [&](const comm::BenchRow& row) {
@@ -123,14 +119,20 @@ int main_of(int argc, char** argv) {
   const char* rank = std::getenv("OMPI_COMM_WORLD_RANK");
   const char* size = std::getenv("OMPI_COMM_WORLD_SIZE");
   const char* job = std::getenv("PMIX_NAMESPACE");
-  if (rank != nullptr && size != nullptr && job != nullptr) {
-    auto world =
-        join_launched(std::atoi(rank), std::atoi(size), job, heap_bytes, Deadline::after(std::chrono::seconds(60)));
+  const bool launched = rank != nullptr && size != nullptr && job != nullptr;
+  const int num_ranks = launched ? std::atoi(size) : arguments->num_ranks;
+  if (arguments->options.root >= num_ranks) {
+    const Status status = invalid_argument("--root " + std::to_string(arguments->options.root) + ": there are " +
+                                           std::to_string(num_ranks) + " ranks");
+    return launched && std::atoi(rank) != 0 ? kExitUsage : report(status, kExitUsage);
+  }
+  if (launched) {
+    auto world = join_launched(std::atoi(rank), num_ranks, job, heap_bytes, Deadline::after(std::chrono::seconds(60)));
     return world.ok() ? run_and_report(*arguments, **world) : report(world.status(), kExitFailed);
   }
-  auto fds = create_bench_fds(arguments->num_ranks, heap_bytes);
+  auto fds = create_bench_fds(num_ranks, heap_bytes);
   if (!fds.ok()) return report(fds.status(), kExitFailed);
-  return run_forked(arguments->num_ranks, *fds, [&](BenchWorld& world) { return run_and_report(*arguments, world); });
+  return run_forked(num_ranks, *fds, [&](BenchWorld& world) { return run_and_report(*arguments, world); });
 }
 
 }  // namespace

@@ -245,7 +245,8 @@ Result<std::vector<BenchRow>> run_bench(const BenchOptions& options, int world_s
     if (whole == 0) continue;
     for (const std::string& algorithm : varied ? options.algorithms : std::vector<std::string>{"direct"}) {
       for (int64_t chunk : varied ? options.chunks : std::vector<int64_t>{0}) {
-        if (chunk > whole) continue;
+        // A chunk that is no smaller than the whole is the algorithm's own way, but for the tree's two halves.
+        if (chunk > whole || (chunk == whole && algorithm != "tree")) continue;
         CommConfig config;
         config.algorithm = algorithm;
         config.chunk_bytes = chunk;
