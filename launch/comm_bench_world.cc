@@ -101,6 +101,21 @@ Status serve_fds(int listener, int clients, const std::vector<int>& fds, Deadlin
   return ok_status();
 }
 
+// As mpirun does with few ranks: rank r keeps to the r-th core that this process may use. With more ranks than cores
+// the scheduler places them.
+void bind_to_core(int rank, int world_size) {
+  cpu_set_t usable;
+  if (::sched_getaffinity(0, sizeof(usable), &usable) != 0 || CPU_COUNT(&usable) < world_size) return;
+  for (int cpu = 0, seen = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (!CPU_ISSET(cpu, &usable) || seen++ != rank) continue;
+    cpu_set_t own;
+    CPU_ZERO(&own);
+    CPU_SET(cpu, &own);
+    ::sched_setaffinity(0, sizeof(own), &own);
+    return;
+  }
+}
+
 }  // namespace
 
 Result<std::vector<int>> create_bench_fds(int world_size, int64_t heap_bytes) {
@@ -170,6 +185,7 @@ int run_forked(int world_size, std::vector<int> fds, const std::function<int(Ben
     if (pid == 0) {
       ::prctl(PR_SET_PDEATHSIG, SIGKILL);
       if (::getppid() != parent) ::_exit(1);
+      bind_to_core(r, world_size);
       auto world = BenchWorld::map(std::move(fds), r);
       const int code = world.ok() ? body(**world) : 1;
       if (!world.ok()) std::fprintf(stderr, "rank %d: %s\n", r, world.status().to_string().c_str());

@@ -39,8 +39,8 @@ class BenchWorld {
 // Segments of `heap_bytes` for each rank, and the harness page.
 Result<std::vector<int>> create_bench_fds(int world_size, int64_t heap_bytes);
 
-// Forks `world_size` processes that run `body` and end with its value; returns the first value that is not 0, else 0.
-// When one dies, the others are stopped.
+// Forks `world_size` processes, each on a core of its own when there are enough, that run `body` and end with its
+// value; returns the first value that is not 0, else 0. When one dies, the others are stopped.
 int run_forked(int world_size, std::vector<int> fds, const std::function<int(BenchWorld&)>& body);
 
 // Under mpirun: rank 0 serves the descriptors on an abstract socket named after the job, the others fetch them.

@@ -25,6 +25,8 @@ inline constexpr int kMaxLanes = 4;                      // progress counters of
 inline constexpr int64_t kPayloadBytes = 16 << 10;       // calls up to this size travel inside the slot
 inline constexpr int64_t kStagingHalfBytes = 512 << 10;  // unregistered memory passes through two of these
 
+inline constexpr int kMaxCpus = 1024;
+
 // Stamps. 2^20 generations a job; 2^44 counts a generation.
 inline constexpr int kCountBits = 44;
 inline constexpr int64_t kMaxGeneration = (int64_t{1} << 20) - 1;
@@ -100,6 +102,8 @@ struct ControlBlock {
   Word failed;     // the generation in which this rank gave up, and a FailureNote
   Sleeper sleeper;
   alignas(64) std::atomic<uint32_t> bell{0};  // the futex on which ranks sleep; that of rank 0 serves all
+  // The CPUs on which this rank may run, one bit each: how ranks tell whether they outnumber their cores.
+  alignas(64) std::atomic<uint64_t> cpus[kMaxCpus / 64] = {};
   Slot slots[kMaxInFlight];
   alignas(64) uint8_t payload[kMaxInFlight][kPayloadBytes] = {};
   alignas(64) uint8_t staging[2][kStagingHalfBytes] = {};

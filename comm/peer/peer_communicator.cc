@@ -106,9 +106,11 @@ PeerCommunicator::PeerCommunicator(PeerGroup group, const CommConfig& config, Tu
       config_(config),
       tuning_(std::move(tuning)),
       stop_(stop),
-      policy_(WaitPolicy::for_world(group_.world_size())),
       keep_alive_(std::move(keep_alive)),
-      self_(std::make_shared<PeerCommunicator*>(this)) {}
+      self_(std::make_shared<PeerCommunicator*>(this)) {
+  publish_cpus(group_);
+  policy_ = WaitPolicy::for_group(group_);
+}
 
 PeerCommunicator::~PeerCommunicator() {
   // Peers that wait for the rest of these calls need not wait for their deadline.
@@ -258,6 +260,8 @@ Result<bool> PeerCommunicator::progress() {
     operation.complete = true;
     slot_ticks_[operation.number() % kMaxInFlight] += operation.ticks();
     publish(group_, group_.own().completed.stamp, make_stamp(membership().generation, operation.number()));
+    // By now every rank has said where it runs.
+    if (operation.number() == 1) policy_ = WaitPolicy::for_group(group_);
     queue_.pop_front();
     moved = true;
   }

@@ -61,7 +61,7 @@ class PeerCommunicator final : public Communicator {
   const CommConfig config_;
   const TuningTable tuning_;  // one row when the configuration names an algorithm
   const StopToken stop_;
-  const WaitPolicy policy_;
+  WaitPolicy policy_;
   const std::shared_ptr<void> keep_alive_;
   std::shared_ptr<PeerCommunicator*> self_;  // shared with Work, which may outlive the communicator; null afterwards
 

@@ -37,10 +37,15 @@ std::atomic<uint32_t>& bell_of(const PeerGroup& group) { return group.peers[0].c
 
 constexpr Duration kYieldThatGave = std::chrono::nanoseconds(1500);
 
-int usable_cores() {
-  cpu_set_t set;
-  if (::sched_getaffinity(0, sizeof(set), &set) != 0) return 1;
-  return std::max(1, CPU_COUNT(&set));
+// Of all ranks together, as far as they have said.
+int usable_cores(const PeerGroup& group) {
+  int count = 0;
+  for (int word = 0; word < kMaxCpus / 64; ++word) {
+    uint64_t cpus = 0;
+    for (const PeerMemory& peer : group.peers) cpus |= peer.control->cpus[word].load(std::memory_order_relaxed);
+    count += std::popcount(cpus);
+  }
+  return count;
 }
 
 const std::atomic<uint64_t>& word_at(const PeerGroup& group, int rank, uint32_t offset) {
@@ -84,14 +89,25 @@ bool is_over(const PeerGroup& group, const Missing& missing) { return first_miss
 
 // Measured with experiments/collectives (8 ranks on 2 cores; 2 on 2): while yields pass the core on, they beat sleeping
 // by 3 to 5 times in latency; where they do not, each microsecond of them is taken from a rank that works.
-WaitPolicy WaitPolicy::for_world(int world_size) {
+WaitPolicy WaitPolicy::for_group(const PeerGroup& group) {
   using std::chrono::microseconds;
-  if (world_size > usable_cores()) {
-    return {
-        .spins = 2, .yield_for = microseconds(200), .idle_for = microseconds(3), .sleep_at_most = microseconds(1000)};
+  const bool crowded = group.world_size() > usable_cores(group);
+  return {.spins = crowded ? 2 : 300,
+          .yield_for = microseconds(crowded ? 100 : 500),
+          .idle_for = microseconds(crowded ? 3 : 200),
+          .first_sleep = microseconds(1000),
+          .longest_sleep = microseconds(4000)};
+}
+
+void publish_cpus(const PeerGroup& group) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  [[maybe_unused]] const int unknown = ::sched_getaffinity(0, sizeof(set), &set);
+  for (int word = 0; word < kMaxCpus / 64; ++word) {
+    uint64_t cpus = 0;
+    for (int bit = 0; bit < 64; ++bit) cpus |= static_cast<uint64_t>(CPU_ISSET(word * 64 + bit, &set)) << bit;
+    group.own().cpus[word].store(cpus, std::memory_order_relaxed);
   }
-  return {
-      .spins = 300, .yield_for = microseconds(500), .idle_for = microseconds(200), .sleep_at_most = microseconds(1000)};
 }
 
 // A sleeper says what it waits for, raises `asleep` and then looks once more; a publisher stores its word and then
@@ -137,7 +153,7 @@ Status wait_for(const PeerGroup& group, const Missing& missing, const WaitPolicy
     now = after;
   }
   Sleeper& own = group.own().sleeper;
-  while (true) {
+  for (Duration sleep = policy.first_sleep;; sleep = std::min(2 * sleep, policy.longest_sleep)) {
     const uint32_t seen = bell_of(group).load(std::memory_order_seq_cst);
     own.peers.store(missing.peers, std::memory_order_seq_cst);
     own.offset.store(missing.offset, std::memory_order_seq_cst);
@@ -146,7 +162,7 @@ Status wait_for(const PeerGroup& group, const Missing& missing, const WaitPolicy
     Status status = ok_status();
     const bool over = is_over(group, missing);
     if (!over) status = interrupted(true);
-    if (!over && status.ok()) futex_wait(bell_of(group), seen, group.rank(), policy.sleep_at_most);
+    if (!over && status.ok()) futex_wait(bell_of(group), seen, group.rank(), sleep);
     own.asleep.store(0, std::memory_order_seq_cst);
     if (!status.ok()) return status;
     if (over || is_over(group, missing)) return ok_status();

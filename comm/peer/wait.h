@@ -29,10 +29,14 @@ struct WaitPolicy {
   int spins = 0;             // looks, some 30 ns apart
   Duration yield_for{};      // then sched_yield between looks, this long
   Duration idle_for{};       // or until yields have found nobody to run for this long
-  Duration sleep_at_most{};  // then sleeps of at most this; stop words are looked at in between
-  // For `world_size` ranks on the cores that this process may use.
-  static WaitPolicy for_world(int world_size);
+  Duration first_sleep{};    // then sleep until woken, but look at stop words after this long; twice as long each time,
+  Duration longest_sleep{};  // up to this
+  // For the ranks on the cores that they said they may use.
+  static WaitPolicy for_group(const PeerGroup& group);
 };
+
+// Says on which CPUs this rank may run.
+void publish_cpus(const PeerGroup& group);
 
 // Stores a stamp in a word of this rank, and wakes the ranks that slept for it.
 void publish(const PeerGroup& group, std::atomic<uint64_t>& word, uint64_t stamp);
