@@ -2,12 +2,19 @@
 // one process; `host`: processes of one machine over shared memory; `nccl` in the GPU build), one
 // conformance suite.
 //
-// Rules: every rank issues the same calls in the same order; one caller thread at a time. A collective
-// starts after what is queued on `stream` and may make progress only inside calls of this interface
-// (poll, wait, or a later collective), so a caller that computes meanwhile polls its Work now and then.
-// Every wait takes a Deadline. The first error is sticky: later calls return it at once, until the
-// communicator is replaced in the next generation. abort() may come from any thread at any time and makes
-// every call on this rank return kAborted soon (between two polls of a bounded spin, at most a few ms).
+// Rules: every rank issues the same calls in the same order, which is checked: a call that differs from a peer's is
+// kInternal and names both. One caller thread at a time. A collective starts after what is queued on `stream` and may
+// make progress only inside calls of this interface (poll, wait, or a later collective), so a caller that computes
+// meanwhile polls its Work now and then. No call but wait() and barrier() blocks. Works complete in the order of
+// their calls.
+// Every wait takes a Deadline, and comm.timeout_ms bounds it too. The first error is sticky, a deadline that passed
+// included (poll() is for those who only want to look): later calls return it at once, until the communicator is
+// replaced in the next generation. Peers that wait learn of it and end with kAborted, naming the rank and the code with
+// which it began. abort() may come from any thread at any time and makes every call on this rank return kAborted soon
+// (between two polls of a bounded spin, at most a few ms). A generation has one communicator over a set of memory, and
+// ranks may be 64 at most. The next generation's works over whatever a dead one left there, without clearing or
+// handshake; but every rank of the old one must have stopped or died before, because a rank that still runs writes into
+// its peers' buffers.
 //
 // Sums are fp32, in an order that is a function of (algorithm, world size, count) alone: repeatable.
 #pragma once
@@ -85,7 +92,7 @@ class Communicator {
   // Fixed-order sum, for results that do not depend on the world size. The global tree has `num_leaves` leaves
   // (virtual shards); this rank brings `parts`, its maximal subtrees of the leaf range [first_leaf, last_leaf) in
   // ascending order (comm/reduction_tree.h computes them). All parts of all ranks have `count` elements and lie in
-  // symmetric heaps; leaf_ranges(r) of every rank is known to all: rank r owns leaves [r V / N, (r+1) V / N).
+  // symmetric heaps; rank r owns leaves [r V / N, (r+1) V / N), N <= V <= 64.
   // out (may be parts[0]) = the tree's root, the same bits on every rank and for every world size.
   virtual Result<WorkPtr> all_reduce_fixed(float* out, std::span<float* const> parts, int64_t num_leaves, int64_t count,
                                            Stream& stream) = 0;

@@ -17,6 +17,13 @@ bool sums(OpKind kind) {
   return kind == OpKind::kAllReduce || kind == OpKind::kAllReduceFixed || kind == OpKind::kReduceScatter;
 }
 
+// The chunk asked for, but no smaller than cuts the data into some thousand pieces: schedules have a step or more for
+// each.
+int64_t sensible_chunk(int64_t chunk_bytes, int64_t size_bytes) {
+  constexpr int64_t kMostChunks = 4096;
+  return std::max(chunk_bytes, (size_bytes / kMostChunks + 63) / 64 * 64);
+}
+
 bool one_to_all(OpKind kind) { return kind == OpKind::kBroadcast || kind == OpKind::kFetch; }
 
 std::string describe(const Call& call) {
@@ -148,7 +155,9 @@ Cut Operation::make_cut() const {
   Cut cut{.size = call.size_bytes / element_bytes(), .round_size = 0, .any_staged = cut_.any_staged};
   int64_t round_bytes = call.size_bytes;
   const bool rounds_of_chunks = call.kind == OpKind::kAllReduce && call.algorithm != Algorithm::kTree;
-  if (call.chunk_bytes > 0 && rounds_of_chunks) round_bytes = std::min(round_bytes, call.chunk_bytes);
+  if (call.chunk_bytes > 0 && rounds_of_chunks) {
+    round_bytes = std::min(round_bytes, sensible_chunk(call.chunk_bytes, call.size_bytes));
+  }
   if (cut.any_staged) {
     const int64_t shares = call.kind == OpKind::kReduceScatter ? group_.world_size() : 1;
     round_bytes = std::min(round_bytes, kStagingHalfBytes / shares / 64 * 64);
@@ -172,7 +181,7 @@ void Operation::start() {
     schedule_ = schedule_ring(cut_, rank, world_size);
   } else if (call.kind == OpKind::kAllReduce && call.algorithm == Algorithm::kTree) {
     constexpr int64_t kDefaultChunk = 64 << 10;
-    const int64_t chunk = call.chunk_bytes > 0 ? call.chunk_bytes : kDefaultChunk;
+    const int64_t chunk = sensible_chunk(call.chunk_bytes > 0 ? call.chunk_bytes : kDefaultChunk, call.size_bytes);
     schedule_ = schedule_double_tree(cut_, rank, world_size, chunk / 4);
   } else if (call.kind == OpKind::kAllReduce || call.kind == OpKind::kAllReduceFixed) {
     schedule_ = schedule_direct(cut_, rank, world_size);
