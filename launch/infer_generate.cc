@@ -158,7 +158,7 @@ int Generation::run() {
     }
   }
   const Status status = engine_->run();
-  const int written = finish_stdout();
+  const int written = finish_stdout(output.write_errno());
   if (!status.ok()) return report_error(status, kExitFailure);
   if (written == kExitOk) print_summary();
   return written;
@@ -193,7 +193,7 @@ runtime::Request Generation::request(size_t index, OrderedOutput& output) {
       output.piece(index, json_line(self, options_, sampling_.seed));
     }
     if (event.finish.has_value()) output.end(index);
-    return std::ferror(stdout) == 0;  // nobody reads on: stop making text
+    return output.write_errno() == 0;  // nobody reads on: stop making text
   };
   return request;
 }

@@ -10,10 +10,11 @@ int report_error(const Status& status, ExitCode invalid) {
   return status.code() == StatusCode::kInvalidArgument ? invalid : kExitFailure;
 }
 
-int finish_stdout() {
+int finish_stdout(int earlier_errno) {
   errno = 0;
   if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return kExitOk;
-  std::fprintf(stderr, "infer: writing the output: %s\n", errno != 0 ? std::strerror(errno) : "failed");
+  const int reason = earlier_errno != 0 ? earlier_errno : errno;
+  std::fprintf(stderr, "infer: writing the output: %s\n", reason != 0 ? std::strerror(reason) : "failed");
   return kExitFailure;
 }
 
@@ -37,15 +38,19 @@ void OrderedOutput::advance() {
   while (current_ < texts_.size()) {
     Text& text = texts_[current_];
     if (!stream_ && !text.ended) return;
-    if (!header_done_) std::fwrite(text.header.data(), 1, text.header.size(), out_);
+    if (!header_done_) write(text.header);
     header_done_ = true;
-    std::fwrite(text.pending.data(), 1, text.pending.size(), out_);
+    write(text.pending);
     text.pending.clear();
-    std::fflush(out_);
     if (!text.ended) return;
     ++current_;
     header_done_ = false;
   }
+}
+
+void OrderedOutput::write(std::string_view text) {
+  const bool written = std::fwrite(text.data(), 1, text.size(), out_) == text.size() && std::fflush(out_) == 0;
+  if (!written && write_errno_ == 0) write_errno_ = errno;
 }
 
 }  // namespace kintsugi::launch

@@ -15,8 +15,9 @@ namespace kintsugi::launch {
 // One line on stderr, "infer: <message>". Returns `invalid` for kInvalidArgument, otherwise kExitFailure.
 int report_error(const Status& status, ExitCode invalid);
 
-// Says on stderr that stdout could not be written, if so. Returns the exit code.
-int finish_stdout();
+// Flushes stdout, and says on stderr when it could not be written. `earlier_errno`: of a write that failed before, or
+// 0. Returns the exit code.
+int finish_stdout(int earlier_errno = 0);
 
 // One thread at a time.
 class OrderedOutput {
@@ -26,9 +27,12 @@ class OrderedOutput {
   OrderedOutput(std::FILE* out, std::vector<std::string> headers, bool stream);
   void piece(size_t index, std::string_view text);
   void end(size_t index);
+  // errno of the first write that failed; 0: none.
+  int write_errno() const { return write_errno_; }
 
  private:
   void advance();
+  void write(std::string_view text);
   struct Text {
     std::string header, pending;
     bool ended = false;
@@ -38,6 +42,7 @@ class OrderedOutput {
   bool stream_;
   size_t current_ = 0;
   bool header_done_ = false;
+  int write_errno_ = 0;
 };
 
 }  // namespace kintsugi::launch

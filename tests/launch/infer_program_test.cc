@@ -237,7 +237,7 @@ TEST_F(InferProgramTest, AnOutputThatCannotBeWrittenIsAnError) {
   write_checkpoint(fs_, run_, tiny_bytes(), {});
   const Outcome full = infer({"generate", run_, "-p", "Hi"}, "/dev/full");
   EXPECT_EQ(full.code, 1);
-  EXPECT_THAT(full.err, HasSubstr("writing the output"));
+  EXPECT_THAT(full.err, HasSubstr("writing the output: No space left on device"));
   EXPECT_EQ(infer({"info", run_}, "/dev/full").code, 1);
 }
 
