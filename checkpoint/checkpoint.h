@@ -96,6 +96,8 @@ Result<ShardRecord> write_shard(FileSystem& fs, const std::string& partial_dir, 
 Status commit_checkpoint(FileSystem& fs, const std::string& checkpoint_dir, const std::string& partial_dir,
                          const CheckpointMeta& meta, const runtime::ParamTable& table,
                          const std::vector<ShardRecord>& shards, int64_t keep);
+// Removes what an attempt that was given up has written; its writers must have ended or failed.
+Status abandon_checkpoint(FileSystem& fs, const std::string& checkpoint_dir, int64_t step, const std::string& attempt);
 // Removes all partial folders and remains of interrupted removals. Only while nobody saves: at the start of a run.
 Status remove_stale(FileSystem& fs, const std::string& checkpoint_dir);
 
@@ -120,6 +122,10 @@ Result<CheckpointInfo> open_checkpoint(FileSystem& fs, const std::string& step_d
 // none.
 Result<CheckpointInfo> newest_checkpoint(FileSystem& fs, const std::string& checkpoint_dir,
                                          std::vector<std::string>* skipped);
+// The same, but every byte of every shard verifies: for a resume, which would rather lose some steps than the run.
+// Reads the whole checkpoint. Damaged ones are named in `skipped`; kDataLoss when all of the newest history are.
+Result<CheckpointInfo> newest_verified_checkpoint(FileSystem& fs, const std::string& checkpoint_dir,
+                                                  std::vector<std::string>* skipped);
 // All of the newest history, newest first: when load_state() finds kDataLoss in one, take the next. May be empty.
 Result<std::vector<CheckpointInfo>> list_checkpoints(FileSystem& fs, const std::string& checkpoint_dir,
                                                      std::vector<std::string>* skipped);

@@ -182,6 +182,11 @@ Status commit_checkpoint(FileSystem& fs, const std::string& checkpoint_dir, cons
   return ok_status();
 }
 
+Status abandon_checkpoint(FileSystem& fs, const std::string& checkpoint_dir, int64_t step, const std::string& attempt) {
+  if (!is_valid_attempt(attempt)) return invalid_argument("attempt \"" + attempt + "\"");
+  return fs.remove_tree(join_path(checkpoint_dir, partial_folder_name(step, attempt)));
+}
+
 Status remove_stale(FileSystem& fs, const std::string& checkpoint_dir) {
   return remove_remains(fs, checkpoint_dir, INT64_MAX);
 }

@@ -177,6 +177,21 @@ Result<CheckpointInfo> newest_checkpoint(FileSystem& fs, const std::string& chec
   return std::move(line.front());
 }
 
+Result<CheckpointInfo> newest_verified_checkpoint(FileSystem& fs, const std::string& checkpoint_dir,
+                                                  std::vector<std::string>* skipped) {
+  KTG_ASSIGN_OR_RETURN(std::vector<CheckpointInfo> line, list_checkpoints(fs, checkpoint_dir, skipped));
+  Status newest_damage;
+  for (CheckpointInfo& info : line) {
+    const Status status = verify_checkpoint(fs, info);
+    if (status.ok()) return std::move(info);
+    if (status.code() != StatusCode::kDataLoss) return status;
+    if (skipped != nullptr) skipped->push_back(step_folder_name(info.meta.step) + ": " + status.message());
+    if (newest_damage.ok()) newest_damage = status;
+  }
+  if (line.empty()) return not_found(checkpoint_dir + ": no committed checkpoint");
+  return newest_damage.with_context("all " + std::to_string(line.size()) + " checkpoints are damaged, the newest");
+}
+
 Status verify_checkpoint(FileSystem& fs, const CheckpointInfo& checkpoint) {
   for (const ShardRecord& record : checkpoint.shards) {
     const std::string path = join_path(checkpoint.dir, record.file);

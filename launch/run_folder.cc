@@ -59,9 +59,9 @@ bool is_number(const std::string& text) {
 
 Result<checkpoint::CheckpointInfo> find_checkpoint(FileSystem& fs, const std::string& checkpoint_dir,
                                                    const std::string& from, std::vector<std::string>* skipped) {
-  if (from.empty()) return checkpoint::newest_checkpoint(fs, checkpoint_dir, skipped);
+  if (from.empty()) return checkpoint::newest_verified_checkpoint(fs, checkpoint_dir, skipped);
   if (is_number(from)) return checkpoint::open_checkpoint(fs, checkpoint_dir + "/step-" + from);
-  if (fs.exists(from + "/checkpoint")) return checkpoint::newest_checkpoint(fs, from + "/checkpoint", skipped);
+  if (fs.exists(from + "/checkpoint")) return checkpoint::newest_verified_checkpoint(fs, from + "/checkpoint", skipped);
   return checkpoint::open_checkpoint(fs, from);
 }
 

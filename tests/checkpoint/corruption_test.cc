@@ -167,6 +167,27 @@ TEST_F(CorruptionTest, ADamagedShardLeavesTheCheckpointBeforeIt) {
   EXPECT_EQ(loaded, state_);
 }
 
+TEST_F(CorruptionTest, TheNewestVerifiedOneIsTheNewestWholeOne) {
+  CheckpointMeta meta = meta_at(8, 2);
+  meta.model = small_model();
+  KTG_ASSERT_OK(save(fs_, dir_, table_, state_, meta, 0));
+  EXPECT_EQ(newest_verified_checkpoint(fs_, dir_, nullptr)->meta.step, 8);
+  const auto damage = [&](const std::string& path) {
+    std::string shard = fs_.read_file(path).value();
+    shard.back() ^= 1;
+    KTG_CHECK(fs_.write_file(path, shard).ok());
+  };
+  damage(dir_ + "/step-8/rank-1.h5");
+  std::vector<std::string> skipped;
+  EXPECT_EQ(newest_verified_checkpoint(fs_, dir_, &skipped)->meta.step, 7);
+  EXPECT_THAT(skipped, Contains(HasSubstr("rank-1.h5")));
+  damage(dir_ + "/step-7/rank-0.h5");
+  const Status all = newest_verified_checkpoint(fs_, dir_, &skipped).status();
+  EXPECT_EQ(all.code(), StatusCode::kDataLoss);
+  EXPECT_THAT(all.message(), HasSubstr("all 2 checkpoints are damaged"));
+  EXPECT_EQ(newest_verified_checkpoint(fs_, root_ + "/nowhere", nullptr).status().code(), StatusCode::kNotFound);
+}
+
 TEST_F(CorruptionTest, EveryFlippedByteOfTheHistoriesLeavesTheRightNewest) {
   // run-b went back from 9 to 7 and has saved 8: 9 may not come back, whatever happens to histories.json.
   CheckpointMeta meta = meta_at(9, 1);

@@ -218,6 +218,15 @@ TEST_F(HistoryTest, StaleRemainsGoAtTheStartOfARun) {
   EXPECT_THAT(folders(), ElementsAre("step-8"));
 }
 
+TEST_F(HistoryTest, AnAttemptThatWasGivenUpLeavesNothing) {
+  ASSERT_TRUE(begin_checkpoint(fs_, dir_, 9, "a").ok());
+  ASSERT_TRUE(begin_checkpoint(fs_, dir_, 9, "b").ok());
+  KTG_ASSERT_OK(abandon_checkpoint(fs_, dir_, 9, "a"));
+  KTG_ASSERT_OK(abandon_checkpoint(fs_, dir_, 9, "a"));  // harmless
+  EXPECT_THAT(folders(), ElementsAre("step-9.partial-b"));
+  EXPECT_EQ(abandon_checkpoint(fs_, dir_, 9, "../x").code(), StatusCode::kInvalidArgument);
+}
+
 TEST_F(HistoryTest, AttemptNamesCannotLeaveTheFolder) {
   for (const char* attempt : {"", "a/b", "..", "a b", "é"}) {
     const auto partial = begin_checkpoint(fs_, dir_, 1, attempt);
