@@ -1,0 +1,222 @@
+// Workers killed at every named point of a step and by hand, at any time: the job mends, and its last bits are those of
+// a run that was left alone.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <string>
+#include <vector>
+
+#include "train_job.h"
+
+namespace kintsugi::fault_test {
+namespace {
+
+using ::testing::HasSubstr;
+
+struct Case {
+  const char* name;
+  const char* kills;
+  size_t deaths;  // of workers
+};
+
+class KillPointTest : public ::testing::TestWithParam<Case> {};
+
+// Entries of one run stand at different steps, so a run tries several points.
+TEST_P(KillPointTest, TheDigestIsThatOfAnUndisturbedRun) {
+  Workspace w;
+  const std::string expected = undisturbed_digest(w, 3, {});
+  TrainJob job(w, "disturbed", {.arguments = {"--set", std::string("fault.kill=[") + GetParam().kills + "]"}});
+  ASSERT_TRUE(job.wait().all(0)) << job.output();
+  EXPECT_EQ(job.digest(), expected);
+  EXPECT_EQ(job.summary()["steps"], 40);
+  EXPECT_EQ(job.events("death").size(), GetParam().deaths) << job.output();
+  for (const Json& r : job.events("recovered")) {
+    EXPECT_EQ(r["steps_lost"], 0);
+    EXPECT_EQ(r["source"], "peer");
+    EXPECT_GE(r["phases"]["detect_ms"].get<double>(), 0) << "a fault.kill entry knows its own time";
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Points, KillPointTest,
+    ::testing::Values(
+        Case{
+            "Step",
+            R"({rank=1,step=4,point="data"},{rank=2,step=7,point="forward"},{rank=0,step=11,point="backward"},)"
+            R"({rank=1,step=14,point="mid-reduce"},{rank=2,step=18,point="before-vote"},{rank=0,step=22,point="after-vote"},)"
+            R"({rank=1,step=26,point="mid-update"},{rank=2,step=30,point="snapshot"},{rank=0,step=34,point="after-vote"})",
+            9},
+        // The process that writes dies, not the worker: the save is made again, nothing recovers.
+        Case{"Save",
+             R"({rank=1,step=10,point="write"},{rank=0,step=20,point="rename"},{rank=2,step=30,point="rename"})", 0},
+        // The replacement of the first one dies as it takes over; then a survivor does.
+        Case{"Recovery",
+             R"({rank=1,step=6,point="backward"},{rank=1,step=6,point="during-recovery"},)"
+             R"({rank=2,step=15,point="forward"},{rank=0,step=15,point="during-recovery"})",
+             4},
+        Case{"FirstAndLastStep",
+             R"({rank=0,step=1,point="data"},{rank=1,step=1,point="mid-update"},{rank=2,step=40,point="before-vote"},)"
+             R"({rank=0,step=40,point="snapshot"},{rank=1,step=40,point="write"})",
+             4},
+        Case{"TwoAtOnce", R"({rank=0,step=8,point="backward"},{rank=2,step=8,point="backward"})", 2}),
+    [](const ::testing::TestParamInfo<Case>& c) { return c.param.name; });
+
+TEST(KillTest, AKillDuringStartUpIsMended) {
+  Workspace w;
+  const std::string expected = undisturbed_digest(w, 3, {});
+  TrainJob job(w, "disturbed", {.arguments = {"--set", R"(fault.kill=[{rank=1,step=1,point="start-up"}])"}});
+  ASSERT_TRUE(job.wait().all(0)) << job.output();
+  EXPECT_EQ(job.digest(), expected);
+}
+
+TEST(KillTest, WorkersKilledByHandTheMomentTheyExistAreReplaced) {
+  Workspace w;
+  const std::string expected = undisturbed_digest(w, 3, {});
+  TrainJob job(w, "disturbed", {});
+  ASSERT_TRUE(job.wait_until([&] { return !job.workers_now().empty(); }));
+  ::kill(*job.workers_now().begin(), SIGKILL);
+  ASSERT_TRUE(job.wait().all(0)) << job.output();
+  EXPECT_EQ(job.digest(), expected);
+}
+
+TEST(KillTest, EveryRankMayBeKilledByHandZeroToo) {
+  Workspace w;
+  const std::vector<std::string> longer = {"--set", "training.steps=120"};
+  const std::string expected = undisturbed_digest(w, 3, longer);
+  TrainJob job(w, "disturbed", {.arguments = longer});
+  for (const int rank : {0, 1, 2}) {
+    const size_t before = job.events("recovered").size();
+    ASSERT_TRUE(job.wait_for_step(10 + 30 * rank)) << job.output();
+    ASSERT_TRUE(job.wait_until([&] { return job.spare(rank) != 0; }));
+    ::kill(job.worker(rank), SIGKILL);
+    ASSERT_TRUE(job.wait_until([&] { return job.events("recovered").size() > before; })) << job.output();
+  }
+  ASSERT_TRUE(job.wait().all(0)) << job.output();
+  EXPECT_EQ(job.digest(), expected);
+  EXPECT_EQ(job.summary()["failures"].size(), 3u);
+  EXPECT_THAT(job.output(), HasSubstr("spare pids"));
+}
+
+TEST(KillTest, ADeadSpareIsReplacedAndDisturbsNothing) {
+  Workspace w;
+  const std::vector<std::string> longer = {"--set", "training.steps=150"};
+  TrainJob job(w, "disturbed", {.arguments = longer});
+  ASSERT_TRUE(job.wait_until([&] { return job.spare(1) != 0; }));
+  const pid_t first = job.spare(1);
+  ::kill(first, SIGKILL);
+  ASSERT_TRUE(job.wait_until([&] { return job.spare(1) != first; })) << job.output();
+  ASSERT_TRUE(job.wait().all(0)) << job.output();
+  EXPECT_TRUE(job.events("death").empty());
+}
+
+// Stopped first: otherwise the first one's replacement is at work before the last one is dead.
+void kill_all_at_once(const TrainJob& job, int world_size) {
+  for (const int signal : {SIGSTOP, SIGKILL}) {
+    for (int r = 0; r < world_size; ++r) ::kill(job.worker(r), signal);
+  }
+}
+
+TEST(KillTest, AllAtOnceFallBackToTheNewestCheckpoint) {
+  Workspace w;
+  const std::vector<std::string> longer = {"--set", "training.steps=100"};
+  const std::string expected = undisturbed_digest(w, 3, longer);
+  TrainJob job(w, "disturbed", {.arguments = longer});
+  ASSERT_TRUE(job.wait_until([&] { return job.events("checkpoint").size() >= 2; })) << job.output();
+  kill_all_at_once(job, 3);
+  ASSERT_TRUE(job.wait().all(0)) << job.output();
+  EXPECT_EQ(job.digest(), expected);
+  const std::vector<Json> recovered = job.events("recovered");
+  ASSERT_EQ(recovered.size(), 1u) << job.output();
+  EXPECT_EQ(recovered[0]["source"], "checkpoint");
+  EXPECT_GE(recovered[0]["committed_step"], 20);
+}
+
+TEST(KillTest, AllAtOnceWithoutACheckpointBeginAgain) {
+  Workspace w;
+  const std::vector<std::string> unsaved = {"--set", "checkpoint.every=0"};
+  const std::string expected = undisturbed_digest(w, 2, unsaved);
+  TrainJob job(w, "disturbed", {.world_size = 2, .arguments = unsaved});
+  ASSERT_TRUE(job.wait_for_step(3)) << job.output();
+  kill_all_at_once(job, 2);
+  ASSERT_TRUE(job.wait().all(0)) << job.output();
+  EXPECT_EQ(job.digest(), expected);
+  ASSERT_EQ(job.events("recovered").size(), 1u) << job.output();
+  EXPECT_EQ(job.events("recovered")[0]["source"], "step 0");
+  EXPECT_GE(job.events("recovered")[0]["steps_lost"], 3);
+}
+
+TEST(KillTest, SourceCheckpointReloadsInsideTheLivingJob) {
+  Workspace w;
+  const std::vector<std::string> reload = {"--set", "training.steps=100", "--set", "recovery.source=checkpoint"};
+  const std::string expected = undisturbed_digest(w, 3, reload);
+  TrainJob job(w, "disturbed", {.arguments = reload});
+  ASSERT_TRUE(job.wait_until([&] { return !job.events("checkpoint").empty(); })) << job.output();
+  ::kill(job.worker(1), SIGKILL);
+  ASSERT_TRUE(job.wait().all(0)) << job.output();
+  EXPECT_EQ(job.digest(), expected);
+  EXPECT_EQ(job.events("recovered").at(0)["source"], "checkpoint");
+}
+
+TEST(KillTest, WithoutASpareAFreshWorkerTakesTheRank) {
+  Workspace w;
+  const std::string expected = undisturbed_digest(w, 3, {});
+  TrainJob job(
+      w, "disturbed",
+      {.arguments = {"--set", "recovery.spares=0", "--set", R"(fault.kill=[{rank=1,step=9,point="after-vote"}])"}});
+  ASSERT_TRUE(job.wait().all(0)) << job.output();
+  EXPECT_EQ(job.digest(), expected);
+}
+
+TEST(KillTest, AJobOfOneRankFallsBackToItsCheckpoint) {
+  Workspace w;
+  const std::string expected = undisturbed_digest(w, 1, {});
+  TrainJob job(w, "disturbed",
+               {.world_size = 1,
+                .start = Start::kAlone,
+                .arguments = {"--set", "fault.kill=[{rank=0,step=15}]"},
+                .variables = {{"OMP_NUM_THREADS", "1"}}});
+  ASSERT_TRUE(job.wait().all(0)) << job.output();
+  EXPECT_EQ(job.digest(), expected);
+}
+
+TEST(KillTest, TheThirdDeathAtOneStepEndsTheJobAndNamesIt) {
+  Workspace w;
+  TrainJob job(w, "disturbed",
+               {.arguments = {"--set", R"(fault.kill=[{rank=1,step=9},{rank=1,step=9},{rank=1,step=9}])"}});
+  EXPECT_TRUE(job.wait().all(1)) << job.output();
+  EXPECT_THAT(job.output(), HasSubstr("rank 1 died 3 times at step 9"));
+  EXPECT_EQ(job.summary()["outcome"], "failed");
+}
+
+TEST(KillTest, AStoppedWorkerIsFoundOutKilledAndReplaced) {
+  Workspace w;
+  const std::vector<std::string> quick = {"--set", "training.steps=80",          "--set", "comm.timeout_ms=1000",
+                                          "--set", "recovery.ack_timeout_ms=300"};
+  const std::string expected = undisturbed_digest(w, 3, quick);
+  TrainJob job(w, "disturbed", {.arguments = quick});
+  ASSERT_TRUE(job.wait_for_step(5)) << job.output();
+  ::kill(job.worker(2), SIGSTOP);
+  ASSERT_TRUE(job.wait().all(0)) << job.output();
+  EXPECT_EQ(job.digest(), expected);
+  ASSERT_FALSE(job.events("death").empty());
+  EXPECT_EQ(job.events("death")[0]["cause"], "hung");
+}
+
+TEST(KillTest, EveryLineOfTheLogsIsStrictJson) {
+  Workspace w;
+  TrainJob job(w, "disturbed", {.arguments = {"--set", R"(fault.kill=[{rank=1,step=9},{rank=0,step=19}])"}});
+  ASSERT_TRUE(job.wait().all(0)) << job.output();
+  int64_t last_ns = -1;
+  for (const Json& e : job.events()) {
+    EXPECT_TRUE(e["t_ns"].is_number_integer()) << e;
+    EXPECT_GE(e["t_ns"], last_ns);
+    last_ns = e["t_ns"];
+    EXPECT_TRUE(e.contains("wall"));
+  }
+  EXPECT_EQ(job.events("start").size(), 1u);
+  EXPECT_EQ(job.events("end").size(), 1u);
+}
+
+}  // namespace
+}  // namespace kintsugi::fault_test
