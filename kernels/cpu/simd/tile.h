@@ -77,26 +77,32 @@ template <int kRows, int kVecs, int64_t kARow, int64_t kAK, bool kStair>
   }
 }
 
-// The same for any number of columns that is a multiple of 16 and for `rows` <= kRows, chosen at run time.
+// The same for any number of columns that is a multiple of 16. Not inlined: it is large, and its callers are many.
 template <int kRows, int64_t kARow, int64_t kAK, bool kStair>
-inline void tile_columns(float* c, int64_t ldc, const float* a, int64_t a_row, const float* b, int64_t ldb,
-                         int64_t cols, int64_t K, Start start) {
+[[gnu::noinline]] void tile_columns(float* c, int64_t ldc, const float* a, int64_t a_row, const float* b, int64_t ldb,
+                                    int64_t cols, int64_t K, Start start) {
   int64_t j = 0;
   if constexpr (kTileVecs > 1) {
-    for (; j + kTileVecs * kLanes <= cols; j += kTileVecs * kLanes) {
+    for (; j + kPanel <= cols; j += kPanel) {
       tile<kRows, kTileVecs, kARow, kAK, kStair>(c + j, ldc, a, a_row, b + j, ldb, K, start);
     }
   }
   for (; j < cols; j += kLanes) tile<kRows, 1, kARow, kAK, kStair>(c + j, ldc, a, a_row, b + j, ldb, K, start);
 }
 
+// And for `rows` <= kRows, chosen at run time: what is left of a full tile is cut into halves.
 template <int kRows, int64_t kARow, int64_t kAK, bool kStair = false>
 inline void tile_rows(int64_t rows, float* c, int64_t ldc, const float* a, int64_t a_row, const float* b, int64_t ldb,
                       int64_t cols, int64_t K, Start start) {
-  if (rows == kRows) {
+  while (rows >= kRows) {
     tile_columns<kRows, kARow, kAK, kStair>(c, ldc, a, a_row, b, ldb, cols, K, start);
-  } else if constexpr (kRows > 1) {
-    tile_rows<kRows - 1, kARow, kAK, kStair>(rows, c, ldc, a, a_row, b, ldb, cols, K, start);
+    rows -= kRows;
+    c += kRows * ldc;
+    a += kRows * (kARow > 0 ? kARow : a_row);
+    if (kStair) K += kRows;  // the next row sees as many keys more
+  }
+  if constexpr (kRows > 1) {
+    if (rows > 0) tile_rows<kRows / 2, kARow, kAK, kStair>(rows, c, ldc, a, a_row, b, ldb, cols, K, start);
   }
 }
 
