@@ -296,6 +296,7 @@ std::set<pid_t> TrainJob::all_processes() const {
     }
   }
   // Orphans that the log knows of.
+  if (options_.shares_folder) return out;
   for (const Json& e : events("processes")) {
     for (const pid_t pid : {e["agent_pid"].get<pid_t>(), e["worker_pid"].get<pid_t>()}) {
       const std::vector<std::string> command = command_line(std::to_string(pid));

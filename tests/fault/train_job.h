@@ -47,6 +47,7 @@ struct JobOptions {
   Variables variables{};                 // beside or instead of the environment's
   std::vector<std::string> prefix{};     // e.g. taskset -c 0
   std::string working_dir{};             // empty: the workspace
+  bool shares_folder = false;            // with a job that is not this one's to end
   std::string config{};                  // empty: the workspace's
 };
 
@@ -68,6 +69,7 @@ class TrainJob {
 
   // stdout and stderr of all ranks together.
   std::string output() const;
+  bool says(const std::string& text) const { return output().find(text) != std::string::npos; }
   const std::string& out_dir() const { return out_dir_; }
   Json summary() const;        // null when there is none
   std::string digest() const;  // summary's state_sha256, or a text that equals nothing

@@ -1,0 +1,217 @@
+// Every way to start a job, what is refused at the start, and who says so.
+#include <gtest/gtest.h>
+#include <sched.h>
+#include <signal.h>
+
+#include <filesystem>
+#include <fstream>
+#include <regex>
+#include <string>
+#include <vector>
+
+#include "train_job.h"
+
+namespace kintsugi::fault_test {
+namespace {
+
+int count(const std::string& text, const std::string& what) {
+  int n = 0;
+  for (size_t at = text.find(what); at != std::string::npos; at = text.find(what, at + 1)) ++n;
+  return n;
+}
+
+const std::vector<std::string> kShort = {"--set", "training.steps=6"};
+
+class StartTest : public ::testing::TestWithParam<Start> {};
+
+TEST_P(StartTest, AJobTrainsAndMendsAKilledRank) {
+  Workspace w;
+  JobOptions options{.world_size = 3, .start = GetParam(), .arguments = {"--set", "fault.kill=[{rank=1,step=12}]"}};
+  if (GetParam() == Start::kTorchrun || GetParam() == Start::kTorchrunAgent) {
+    options.variables["MASTER_PORT"] = std::to_string(free_port());
+  }
+  TrainJob job(w, "out", options);
+  ASSERT_TRUE(job.wait().all(0)) << job.output();
+  EXPECT_EQ(job.summary()["steps"], 40);
+  EXPECT_EQ(job.events("recovered").size(), 1u);
+  EXPECT_EQ(job.digest(), undisturbed_digest(w, 3, {}));
+}
+
+INSTANTIATE_TEST_SUITE_P(Launchers, StartTest,
+                         ::testing::Values(Start::kFlags, Start::kMpirun, Start::kTorchrun, Start::kTorchrunAgent,
+                                           Start::kSlurm));
+
+TEST(LaunchTest, OneProcessNeedsNoLauncher) {
+  Workspace w;
+  TrainJob job(w, "out",
+               {.world_size = 1, .start = Start::kAlone, .arguments = kShort, .variables = {{"OMP_NUM_THREADS", "1"}}});
+  ASSERT_TRUE(job.wait().all(0)) << job.output();
+  EXPECT_TRUE(job.says("no launcher")) << job.output();
+}
+
+TEST(LaunchTest, TwoJobsInTheSameSecondNeverMeet) {
+  Workspace w;
+  const std::string expected = undisturbed_digest(w, 3, {});
+  TrainJob one(w, "one", {.start = Start::kMpirun});
+  TrainJob two(w, "two", {.start = Start::kMpirun});
+  EXPECT_TRUE(one.wait().all(0)) << one.output();
+  EXPECT_TRUE(two.wait().all(0)) << two.output();
+  EXPECT_EQ(one.digest(), expected);
+  EXPECT_EQ(two.digest(), expected);
+}
+
+TEST(LaunchTest, ContradictingRanksAreRefused) {
+  Workspace w;
+  TrainJob job(w, "out",
+               {.world_size = 1,
+                .start = Start::kAlone,
+                .variables = {
+                    {"RANK", "1"}, {"WORLD_SIZE", "2"}, {"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "2"}}});
+  EXPECT_TRUE(job.wait().all(78)) << job.output();
+  EXPECT_TRUE(job.says("OMPI_COMM_WORLD_RANK")) << job.output();
+}
+
+TEST(LaunchTest, RanksOnSeveralHostsAreRefused) {
+  Workspace w;
+  TrainJob job(w, "out",
+               {.world_size = 1,
+                .start = Start::kAlone,
+                .variables = {{"RANK", "0"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "0"}, {"LOCAL_WORLD_SIZE", "2"}}});
+  EXPECT_TRUE(job.wait().all(78)) << job.output();
+  EXPECT_TRUE(job.says("one host")) << job.output();
+}
+
+TEST(LaunchTest, UsageErrorsAreToldOnceWithCode2) {
+  Workspace w;
+  TrainJob job(w, "out", {.start = Start::kMpirun, .arguments = {"--frobnicate"}});
+  EXPECT_TRUE(job.wait().all(2)) << job.output();
+  EXPECT_EQ(count(job.output(), "frobnicate"), 1) << job.output();
+}
+
+TEST(LaunchTest, HelpIsPrintedOnce) {
+  Workspace w;
+  TrainJob job(w, "out", {.start = Start::kMpirun, .arguments = {"--help"}});
+  EXPECT_TRUE(job.wait().all(0)) << job.output();
+  EXPECT_EQ(count(job.output(), "Exit codes"), 1) << job.output();
+}
+
+struct BadInput {
+  const char* name;
+  std::vector<std::string> arguments;
+  const char* says;
+};
+
+class BadInputTest : public ::testing::TestWithParam<BadInput> {};
+
+TEST_P(BadInputTest, OneRankSaysOneClearThingAndNothingIsWritten) {
+  Workspace w;
+  TrainJob job(w, "out", {.start = Start::kMpirun, .arguments = GetParam().arguments});
+  EXPECT_TRUE(job.wait().all(78)) << job.output();
+  EXPECT_EQ(count(job.output(), "error:"), 1) << job.output();
+  EXPECT_TRUE(job.says(GetParam().says)) << job.output();
+  EXPECT_FALSE(std::filesystem::exists(job.out_dir() + "/metrics.jsonl") &&
+               std::filesystem::file_size(job.out_dir() + "/metrics.jsonl") > 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Inputs, BadInputTest,
+    ::testing::Values(BadInput{"UnknownKey", {"--set", "training.step=4"}, "training.steps"},
+                      BadInput{"WrongType", {"--set", "training.steps=many"}, "training.steps"},
+                      BadInput{"HeadsDoNotDivide", {"--set", "model.num_heads=5"}, "num_heads"},
+                      BadInput{"BatchDoesNotDivide", {"--set", "training.global_batch_size=25"}, "global_batch_size"},
+                      BadInput{"MissingData", {"--set", "data.train=[\"nowhere.txt\"]"}, "nowhere.txt"},
+                      BadInput{"BadFault", {"--set", "fault.kill=[{rank=9,step=1}]"}, "rank"},
+                      BadInput{"MissingCheckpoint", {"--resume", "70"}, "step-70"}),
+    [](const ::testing::TestParamInfo<BadInput>& c) { return c.param.name; });
+
+TEST(LaunchTest, AFolderInUseByAnotherRunIsRefusedAndLeftAlone) {
+  Workspace w;
+  TrainJob first(w, "out", {.arguments = {"--set", "training.steps=300"}});
+  ASSERT_TRUE(first.wait_for_step(2)) << first.output();
+  for (const std::vector<std::string>& arguments : {std::vector<std::string>{}, {"--resume"}}) {
+    TrainJob second(w, "out", {.start = Start::kMpirun, .arguments = arguments, .shares_folder = true});
+    EXPECT_TRUE(second.wait().all(78));
+    EXPECT_TRUE(second.says("another run uses this folder")) << second.output();
+  }
+  EXPECT_TRUE(first.wait().all(0));
+  EXPECT_EQ(first.events("start").size(), 1u) << "the log is the first run's alone";
+}
+
+TEST(LaunchTest, AFinishedRunIsNotOverwritten) {
+  Workspace w;
+  TrainJob first(w, "out", {.arguments = kShort});
+  ASSERT_TRUE(first.wait().all(0)) << first.output();
+  const std::string digest = first.digest();
+  TrainJob second(w, "out", {.arguments = kShort});
+  EXPECT_TRUE(second.wait().all(78));
+  EXPECT_TRUE(second.says("--resume")) << second.output();
+  EXPECT_EQ(first.digest(), digest);
+}
+
+int threads_said(const std::string& output) {
+  std::smatch m;
+  return std::regex_search(output, m, std::regex("(\\d+) threads? a rank")) ? std::stoi(m[1]) : -1;
+}
+
+TEST(ThreadsTest, TheAffinityMaskAndTheRanksDecide) {
+  cpu_set_t set;
+  ASSERT_EQ(::sched_getaffinity(0, sizeof set, &set), 0);
+  const int cpus = CPU_COUNT(&set);
+  struct Try {
+    int ranks;
+    Start start;
+    std::vector<std::string> prefix;
+    Variables variables;
+    int want;
+  };
+  const std::vector<Try> tries = {{1, Start::kMpirun, {}, {}, cpus},
+                                  {2, Start::kMpirun, {}, {}, std::max(1, cpus / 2)},
+                                  {3, Start::kMpirun, {}, {}, std::max(1, cpus / 3)},
+                                  {1, Start::kAlone, {"taskset", "-c", "0"}, {}, 1},
+                                  {1, Start::kAlone, {}, {{"OMP_NUM_THREADS", "3"}}, 3}};
+  Workspace w;
+  for (size_t i = 0; i < tries.size(); ++i) {
+    const Try& t = tries[i];
+    TrainJob job(w, "out" + std::to_string(i),
+                 {.world_size = t.ranks,
+                  .start = t.start,
+                  .arguments = {"--set", "training.steps=1", "--set", "lr_scheduler.warmup_steps=0"},
+                  .variables = t.variables,
+                  .prefix = t.prefix});
+    ASSERT_TRUE(job.wait().all(0)) << job.output();
+    EXPECT_EQ(threads_said(job.output()), t.want) << i << "\n" << job.output();
+    const bool unbound = t.start == Start::kMpirun && t.ranks == 1 && cpus > 1;
+    EXPECT_TRUE(!unbound || job.output().find("--bind-to none") != std::string::npos) << job.output();
+  }
+}
+
+// Case A11: paths that are long, odd, or relative, each with a killed rank and a resume from another folder.
+TEST(PathsTest, OddPathsWork) {
+  Workspace w;
+  const std::string long_tmp = w.path(std::string(100, 't'));
+  std::filesystem::create_directories(long_tmp);
+  std::filesystem::create_directories(w.path("elsewhere"));
+  std::filesystem::create_symlink(w.path("text.txt"), w.path("link.txt"));
+  const std::string out = std::string("a space, é, 漢 and a ' quote ") + std::string(150, 'o');
+  const std::vector<std::string> arguments = {"--set", "data.train=[\"link.txt\"]", "--set",
+                                              "fault.kill=[{rank=1,step=12}]"};
+  TrainJob job(w, out, {.start = Start::kMpirun, .arguments = arguments, .variables = {{"TMPDIR", long_tmp}}});
+  ASSERT_TRUE(job.wait().all(0)) << job.output();
+  TrainJob resumed(w, out,
+                   {.start = Start::kMpirun,
+                    .arguments = {"--resume", "--set", "training.steps=50"},
+                    .variables = {{"TMPDIR", long_tmp}},
+                    .working_dir = w.path("elsewhere"),
+                    .config = "../tiny.toml"});
+  ASSERT_TRUE(resumed.wait().all(0)) << resumed.output();
+  EXPECT_EQ(resumed.summary()["steps"], 50);
+}
+
+TEST(PathsTest, AReadOnlyTmpdirIsNoProblem) {
+  Workspace w;
+  TrainJob job(w, "out", {.arguments = kShort, .variables = {{"TMPDIR", "/proc/self"}}});
+  EXPECT_TRUE(job.wait().all(0)) << job.output();
+}
+
+}  // namespace
+}  // namespace kintsugi::fault_test

@@ -1,0 +1,205 @@
+// How jobs end: when they are asked to, when everything is killed, and how they go on afterwards.
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <filesystem>
+#include <fstream>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "train_job.h"
+
+namespace kintsugi::fault_test {
+namespace {
+
+using std::chrono::seconds;
+
+const std::vector<std::string> kLong = {"--set", "training.steps=400"};
+
+std::vector<std::string> with(std::vector<std::string> a, const std::vector<std::string>& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
+class StopTest : public ::testing::TestWithParam<std::pair<Start, int>> {};
+
+TEST_P(StopTest, TheStepIsFinishedSavedAndAllLeaveTogetherToGoOnLater) {
+  const auto [start, signal] = GetParam();
+  Workspace w;
+  const std::string expected = undisturbed_digest(w, 3, {"--set", "training.steps=60"});
+  TrainJob job(w, "out", {.start = start, .arguments = kLong});
+  ASSERT_TRUE(job.wait_for_step(5)) << job.output();
+  ::kill(job.launcher(), signal);
+  ASSERT_TRUE(job.wait().all(75)) << job.output();
+  EXPECT_TRUE(job.all_processes().empty());
+  const int64_t saved = job.events("checkpoint").back()["step"];
+  EXPECT_EQ(saved, job.last_step()) << "the last step that was run is the one that was saved";
+  EXPECT_EQ(job.summary()["outcome"], "stopped");
+  if (saved >= 60) GTEST_SKIP() << "too quick for the comparison: saved at " << saved;
+
+  TrainJob resumed(
+      w, "out",
+      {.start = start, .arguments = {"--resume", "--set", "training.steps=60", "--set", "training.schedule_steps=60"}});
+  ASSERT_TRUE(resumed.wait().all(0)) << resumed.output();
+  EXPECT_TRUE(resumed.says("resuming from step " + std::to_string(saved))) << resumed.output();
+}
+
+INSTANTIATE_TEST_SUITE_P(Signals, StopTest,
+                         ::testing::Values(std::pair(Start::kMpirun, SIGUSR1), std::pair(Start::kFlags, SIGUSR1),
+                                           std::pair(Start::kFlags, SIGTERM), std::pair(Start::kFlags, SIGINT)));
+
+TEST(LeaveTest, CtrlCOnMpirunLeavesNoOrphanAndNoBrokenFile) {
+  Workspace w;
+  TrainJob job(w, "out", {.start = Start::kMpirun, .arguments = kLong});
+  ASSERT_TRUE(job.wait_for_step(12)) << job.output();
+  const std::set<pid_t> all = job.all_processes();
+  EXPECT_GE(all.size(), 7u) << "mpirun, agents, workers";
+  ::kill(job.launcher(), SIGINT);
+  EXPECT_TRUE(job.wait(seconds(20)).in_time);
+  EXPECT_TRUE(job.wait_until([&] { return job.all_processes().empty(); }, seconds(3)));
+  for (const pid_t pid : all) EXPECT_FALSE(is_alive(pid)) << pid;
+  TrainJob resumed(w, "out", {.start = Start::kMpirun, .arguments = with(kLong, {"--resume"})});
+  ASSERT_TRUE(resumed.wait().all(0)) << resumed.output();
+}
+
+TEST(LeaveTest, ASecondSignalLeavesAtOnce) {
+  Workspace w;
+  // A stopped worker keeps the step from being finished.
+  TrainJob job(w, "out", {.world_size = 2, .arguments = kLong});
+  ASSERT_TRUE(job.wait_for_step(3)) << job.output();
+  ::kill(job.worker(1), SIGSTOP);
+  ::kill(job.agent(0), SIGTERM);
+  ASSERT_TRUE(job.wait_until([&] { return job.output().find("finishing the step") != std::string::npos; }));
+  ::kill(job.agent(0), SIGTERM);
+  const Exit e = job.wait(seconds(20));
+  EXPECT_TRUE(e.in_time);
+  EXPECT_EQ(e.codes[0], 128 + SIGTERM);
+  EXPECT_TRUE(job.wait_until([&] { return job.all_processes().empty(); }, seconds(3)));
+}
+
+// Case A12. Children of killed parents are ended by the kernel; memory and sockets have no names to leave behind.
+TEST(LeaveTest, AMassacreLeavesNothingAndTheNextRunGoesOnBitForBit) {
+  Workspace w;
+  const std::string expected = undisturbed_digest(w, 3, kLong);
+  const std::set<std::string> before = leftovers();
+  TrainJob job(w, "out", {.start = Start::kMpirun, .arguments = kLong});
+  ASSERT_TRUE(job.wait_until([&] { return job.events("checkpoint").size() >= 2; })) << job.output();
+  const std::set<pid_t> all = job.all_processes();
+  for (const pid_t pid : all) ::kill(pid, SIGKILL);
+  job.wait(seconds(10));
+  TrainJob again(w, "out", {.start = Start::kMpirun, .arguments = with(kLong, {"--resume"})});  // at once
+  ASSERT_TRUE(again.wait().all(0)) << again.output();
+  EXPECT_EQ(again.digest(), expected);
+  for (const pid_t pid : all) EXPECT_FALSE(is_alive(pid)) << pid;
+  EXPECT_EQ(leftovers(), before);
+}
+
+TEST(LeaveTest, AKilledMpirunTakesEverythingWithIt) {
+  Workspace w;
+  TrainJob job(w, "out", {.start = Start::kMpirun, .arguments = kLong});
+  ASSERT_TRUE(job.wait_for_step(3)) << job.output();
+  const std::set<pid_t> all = job.all_processes();
+  ::kill(job.launcher(), SIGKILL);
+  job.wait(seconds(10));
+  const auto gone = [&] {
+    for (const pid_t pid : all) {
+      if (is_alive(pid)) return false;
+    }
+    return true;
+  };
+  for (const auto deadline = std::chrono::steady_clock::now() + seconds(10); !gone();) {
+    ASSERT_LT(std::chrono::steady_clock::now(), deadline) << "processes outlive mpirun";
+    std::this_thread::yield();
+  }
+}
+
+TEST(LeaveTest, AKilledAgentEndsTheJobAndLeavesNoOrphan) {
+  Workspace w;
+  for (const int rank : {0, 1}) {
+    TrainJob job(w, "out" + std::to_string(rank), {.arguments = kLong});
+    ASSERT_TRUE(job.wait_for_step(3)) << job.output();
+    ::kill(job.agent(rank), SIGKILL);
+    const Exit e = job.wait(seconds(20));
+    EXPECT_TRUE(e.in_time);
+    for (size_t r = 0; r < e.codes.size(); ++r) EXPECT_EQ(e.codes[r], static_cast<int>(r) == rank ? 128 + SIGKILL : 1);
+    EXPECT_TRUE(job.wait_until([&] { return job.all_processes().empty(); }, seconds(3)));
+    EXPECT_TRUE(rank == 0 || job.output().find("agent of rank 1 is gone") != std::string::npos) << job.output();
+  }
+}
+
+// In the middle of a shard: the manifest and the sizes still look right.
+void flip_bytes(const std::string& path) {
+  ASSERT_TRUE(std::filesystem::exists(path)) << path;
+  std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+  file.seekp(static_cast<std::streamoff>(std::filesystem::file_size(path) * 3 / 4));
+  file.write("\x55\xaa\x55\xaa", 4);
+}
+
+// Case A08.
+TEST(ResumeTest, AFinishedRunHasNothingLeftToDo) {
+  Workspace w;
+  const std::vector<std::string> twenty = {"--set", "training.steps=20", "--set", "training.schedule_steps=30"};
+  TrainJob first(w, "out", {.arguments = twenty});
+  ASSERT_TRUE(first.wait().all(0)) << first.output();
+  const std::string digest = first.digest();
+  const size_t steps = first.steps().size();
+
+  TrainJob unchanged(w, "out", {.arguments = with(twenty, {"--resume"})});
+  ASSERT_TRUE(unchanged.wait().all(0)) << unchanged.output();
+  EXPECT_EQ(unchanged.steps().size(), steps) << "no step was run";
+  EXPECT_EQ(unchanged.digest(), digest);
+  EXPECT_EQ(unchanged.summary()["steps"], 20);
+
+  TrainJob fewer(w, "out",
+                 {.arguments = {"--set", "training.steps=15", "--set", "training.schedule_steps=30", "--resume"}});
+  EXPECT_TRUE(fewer.wait().all(78)) << fewer.output();
+  EXPECT_TRUE(fewer.says("at step 20")) << fewer.output();
+  EXPECT_TRUE(std::filesystem::exists(fewer.out_dir() + "/checkpoint/step-20"));
+
+  const std::vector<std::string> more = {"--set", "training.steps=21", "--set", "training.schedule_steps=30"};
+  TrainJob one_more(w, "out", {.arguments = with(more, {"--resume"})});
+  ASSERT_TRUE(one_more.wait().all(0)) << one_more.output();
+  EXPECT_EQ(one_more.steps().size(), steps + 1);
+  EXPECT_EQ(one_more.last_step(), 21);
+  EXPECT_EQ(one_more.digest(), undisturbed_digest(w, 3, more));
+}
+
+TEST(ResumeTest, ACheckpointWhoseBytesRottedIsPassedOverForTheOneBefore) {
+  Workspace w;
+  const std::string expected =
+      undisturbed_digest(w, 3, {"--set", "training.steps=60", "--set", "training.schedule_steps=60"});
+  TrainJob first(w, "out", {.arguments = {"--set", "training.schedule_steps=60"}});
+  ASSERT_TRUE(first.wait().all(0)) << first.output();
+  flip_bytes(first.out_dir() + "/checkpoint/step-40/rank-1.h5");
+  TrainJob resumed(w, "out",
+                   {.arguments = {"--resume", "--set", "training.steps=60", "--set", "training.schedule_steps=60"}});
+  ASSERT_TRUE(resumed.wait().all(0)) << resumed.output();
+  EXPECT_TRUE(resumed.says("resuming from step 30")) << resumed.output();
+  EXPECT_TRUE(resumed.says("skipped: step-40"));
+  EXPECT_EQ(resumed.digest(), expected);
+}
+
+TEST(ResumeTest, ACheckpointThatRottedInALivingJobIsPassedOverToo) {
+  Workspace w;
+  const std::string expected = undisturbed_digest(w, 2, kLong);
+  TrainJob job(w, "out", {.world_size = 2, .arguments = kLong});
+  ASSERT_TRUE(job.wait_until([&] { return job.events("checkpoint").size() >= 3; })) << job.output();
+  for (const int r : {0, 1}) ::kill(job.worker(r), SIGSTOP);
+  // Saves under way still end; then the newest checkpoint is the newest for good.
+  std::string newest;
+  ASSERT_TRUE(job.wait_until([&] {
+    const std::vector<Json> saved = job.events("checkpoint");
+    newest = job.out_dir() + "/checkpoint/step-" + std::to_string(saved.back()["step"].get<int64_t>());
+    return job.last_step() - saved.back()["step"].get<int64_t>() < 10;
+  }));
+  flip_bytes(newest + "/rank-1.h5");
+  for (const int r : {0, 1}) ::kill(job.worker(r), SIGKILL);
+  ASSERT_TRUE(job.wait().all(0)) << job.output();
+  EXPECT_TRUE(job.says("going back to step")) << job.output();
+  EXPECT_EQ(job.digest(), expected);
+}
+
+}  // namespace
+}  // namespace kintsugi::fault_test
