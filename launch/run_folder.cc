@@ -21,11 +21,12 @@ Result<UniqueFd> lock_folder(const std::string& out_dir) {
   UniqueFd fd(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644));
   if (!fd.valid()) return status_from_errno(errno, path);
   if (::flock(fd.get(), LOCK_EX | LOCK_NB) == 0) return fd;
-  if (errno == EWOULDBLOCK) {
+  const int error = errno;  // before the log, which may set it
+  if (error == EWOULDBLOCK) {
     return failed_precondition(out_dir + ": another run uses this folder; give this one another --out");
   }
   // File systems without locks: the run is worth more than the guard.
-  log().warn("{}: {}: nothing keeps a second run out of this folder", path, std::strerror(errno));
+  log().warn("{}: {}: nothing keeps a second run out of this folder", path, std::strerror(error));
   return UniqueFd();
 }
 
