@@ -1,7 +1,8 @@
 // Prefill and decode in tokens/s, as llama-bench reports them: pp<n> processes a prompt of n tokens, tg<n> generates n
 // tokens from a context of one (or d tokens, "tg128 @ d512"); "x8" decodes 8 sequences at once.
 //
-//   decode_bench [--model benchmark|smollm2-135m] [--dtype fp32|bf16] [--threads 1] [--repeats 5] [--json out.json]
+//   decode_bench [--model benchmark|smollm2-135m] [--dtype fp32|bf16] [--threads 1] [--repeats 5] [--cpu_time] [--json
+//   F]
 //
 // How it measures. Random weights. First the result is checked: each decoded row of logits against a whole forward pass
 // over the same tokens. One run of each test warms up; then mean and standard deviation of --repeats runs. Times are
@@ -13,6 +14,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
+#include <ctime>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <thread>
@@ -30,7 +32,18 @@ using runtime::Engine;
 struct Options {
   std::string model = "benchmark", dtype = "fp32", json;
   int threads = 1, repeats = 5;
+  int64_t pp = 512, tg = 128;
+  bool cpu_time = false;
 };
+
+bool use_cpu_time = false;  // set once from the options
+
+int64_t now_ns() {
+  if (!use_cpu_time) return monotonic_ns();
+  timespec t;
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+  return t.tv_sec * 1'000'000'000 + t.tv_nsec;
+}
 
 struct Test {
   int64_t prompt;    // tokens before the first new one
@@ -179,10 +192,19 @@ Result<double> Bench::run(const Test& test) {
                                       .end_ids = {},
                                       .on_token = {}}));
   }
-  KTG_RETURN_IF_ERROR(engine->run());
-  const runtime::EngineStats& stats = engine->stats();
-  const int64_t tokens = test.generate == 0 ? stats.prefill_tokens : stats.decode_tokens;
-  const int64_t ns = test.generate == 0 ? stats.prefill_ns : stats.decode_ns;
+  // A step either prefills one sequence or decodes one token of each.
+  const bool prefill = test.generate == 0;
+  int64_t tokens = 0, ns = 0;
+  while (!engine->idle()) {
+    const runtime::EngineStats before = engine->stats();
+    const int64_t begin = now_ns();
+    KTG_RETURN_IF_ERROR(engine->step());
+    const int64_t elapsed = now_ns() - begin;
+    const int64_t done = prefill ? engine->stats().prefill_tokens - before.prefill_tokens
+                                 : engine->stats().decode_tokens - before.decode_tokens;
+    if (done > 0) ns += elapsed;
+    tokens += done;
+  }
   return static_cast<double>(tokens) * 1e9 / static_cast<double>(ns);
 }
 
@@ -192,11 +214,11 @@ Result<double> Bench::gemm_gflops() {
   KTG_ASSIGN_OR_RETURN(const runtime::Buffer y, backend_->allocate(n * n * 4, "gemm"));
   double best = 0;
   for (int i = 0; i < 10; ++i) {
-    const int64_t begin = monotonic_ns();
+    const int64_t begin = now_ns();
     KTG_RETURN_IF_ERROR(stream_->launched(
         backend_->kernels().gemm->linear_forward(y.data(), x.data(), x.data(), nullptr, n, n, n, dtype_, nullptr),
         "gemm"));
-    best = std::max(best, 2.0 * n * n * n / static_cast<double>(monotonic_ns() - begin));
+    best = std::max(best, 2.0 * n * n * n / static_cast<double>(now_ns() - begin));
   }
   return best;
 }
@@ -218,7 +240,7 @@ double Bench::read_gb_per_s() const {
   // Small buffers are read several times, so that starting threads does not count.
   const int passes = static_cast<int>(std::max<int64_t>(1, (int64_t{256} << 20) / matrix_bytes()));
   for (int repeat = 0; repeat < 10; ++repeat) {
-    const int64_t begin = monotonic_ns();
+    const int64_t begin = now_ns();
     std::vector<std::thread> threads;
     for (int thread = 0; thread < threads_; ++thread) {
       threads.emplace_back([&, thread] {
@@ -227,7 +249,7 @@ double Bench::read_gb_per_s() const {
     }
     for (std::thread& thread : threads) thread.join();
     best = std::max(best, static_cast<double>(passes) * static_cast<double>(matrix_bytes()) /
-                              static_cast<double>(monotonic_ns() - begin));
+                              static_cast<double>(now_ns() - begin));
   }
   // Uses the sums, so that the reads are not optimised away.
   return sums[0] == 0 ? 0 : best;
@@ -254,7 +276,7 @@ Status run(const Options& options) {
   fmt::print("| {:<12} | {:>20} | {:>12} | {:>6} |\n|{:-<14}|{:->22}|{:->14}|{:->8}|\n", "test", "t/s", "bound t/s",
              "%", "", "", "", "");
   nlohmann::ordered_json results;
-  const std::vector<Test> tests = {{512, 0}, {1, 128}, {512, 128}, {1, 128, 8}};
+  const std::vector<Test> tests = {{options.pp, 0}, {1, options.tg}, {options.pp, options.tg}, {1, options.tg, 8}};
   for (const Test& test : tests) {
     KTG_ASSIGN_OR_RETURN([[maybe_unused]] const double warm_up, bench.run(test));
     double sum = 0, squares = 0;
@@ -273,10 +295,15 @@ Status run(const Options& options) {
     results.push_back({{"test", test.name()}, {"tokens_per_second", mean}, {"deviation", deviation}, {"bound", bound}});
   }
   if (!options.json.empty()) {
-    const nlohmann::ordered_json json = {{"model", options.model},     {"dtype", options.dtype},
-                                         {"threads", options.threads}, {"backend", bench.description()},
-                                         {"gemm_gflops", gflops},      {"read_gb_per_s", gb_per_s},
-                                         {"repeats", options.repeats}, {"results", results}};
+    const nlohmann::ordered_json json = {{"model", options.model},
+                                         {"dtype", options.dtype},
+                                         {"threads", options.threads},
+                                         {"clock", options.cpu_time ? "cpu" : "wall"},
+                                         {"backend", bench.description()},
+                                         {"gemm_gflops", gflops},
+                                         {"read_gb_per_s", gb_per_s},
+                                         {"repeats", options.repeats},
+                                         {"results", results}};
     std::ofstream(options.json) << json.dump(1) << "\n";
   }
   return ok_status();
@@ -292,8 +319,12 @@ int main(int argc, char** argv) {
   app.add_option("--dtype", options.dtype)->check(CLI::IsMember({"fp32", "bf16"}))->capture_default_str();
   app.add_option("--threads", options.threads)->check(CLI::Range(1, 256))->capture_default_str();
   app.add_option("--repeats", options.repeats)->check(CLI::Range(1, 1000))->capture_default_str();
+  app.add_option("--pp", options.pp, "Tokens of a prompt")->check(CLI::Range(2, 800))->capture_default_str();
+  app.add_option("--tg", options.tg, "New tokens")->check(CLI::Range(1, 200))->capture_default_str();
+  app.add_flag("--cpu_time", options.cpu_time);
   app.add_option("--json", options.json);
   CLI11_PARSE(app, argc, argv);
+  kintsugi::use_cpu_time = options.cpu_time;
   const kintsugi::Status status = kintsugi::run(options);
   if (!status.ok()) fmt::print(stderr, "{}\n", status.to_string());
   return status.ok() ? 0 : 1;
