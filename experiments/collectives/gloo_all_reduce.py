@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 
 
 def iterations_for(size):
-    return max(10, min((64 << 20) // size, 50))
+    return max(10, min((64 << 20) // size, 30))
 
 
 def run(rank, ranks, store, out, sizes):

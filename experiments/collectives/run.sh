@@ -5,7 +5,7 @@
 #
 # Builds comm_bench and the Open MPI program, runs all of them at 2 and 8 ranks, and writes table.md and results.json;
 # then measures what waiting ranks take from working ones. About three minutes.
-# KTG_PYTHON names a Python that has torch; without one gloo's column stays empty.
+# KTG_PYTHON names a Python that has torch; without one gloo's column stays empty. KTG_ROUNDS: 3 unless set.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -29,8 +29,8 @@ if "$python" -c 'import torch' 2>/dev/null; then have_gloo=1; else echo "no torc
 
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 rm -f "$out"/*.json
-# Three rounds in turn, so that no program alone meets a quiet or a busy moment; the table shows the median of the rounds.
-for round in 1 2 3; do
+# The rounds go in turn, so that no program alone meets a quiet or a busy moment; the table shows the median of the rounds.
+for round in $(seq "${KTG_ROUNDS:-3}"); do
   for ranks in 2 8; do
     echo "round $round, $ranks ranks"
     for memory in symmetric private; do
