@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+"""Kills workers of a running job at random times and measures how long the job takes to mend.
+
+    kill_bench.py [--kills 50] [--ranks 8] [--seed 1] [--out DIR] [--build build/cpu-release]
+
+The job is the quick start's model (3.3 M parameters) on 8 ranks, nothing else running. This process, not the job, sends each
+SIGKILL, to the worker of a random rank at a uniformly random time of a window after every rank has a spare process again
+(which may still be starting). t0 is CLOCK_MONOTONIC read just before kill(2); the job's recovery.jsonl has its times on the same clock.
+
+Measured for each kill:
+    begun      t0 until the last rank has begun the next step
+    committed  t0 until the last rank has made that step's update
+and at the end: the time lost against the undisturbed pace, the committed steps lost, and whether the final state_sha256 equals
+that of a run of the same steps that was left alone.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+
+def percentile(values: list[float], p: float) -> float:
+    """Nearest rank."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, round(p / 100 * len(ordered) + 0.5) - 1))]
+
+
+class Job:
+    def __init__(self, args: argparse.Namespace, name: str, steps: int, sets: list[str]):
+        self.out = pathlib.Path(args.out) / name
+        shutil.rmtree(self.out, ignore_errors=True)
+        command = ["mpirun", "-np", str(args.ranks), "--oversubscribe"]
+        if os.getuid() == 0:
+            command.append("--allow-run-as-root")
+        command += [str(ROOT / args.build / "bin/train"), str(ROOT / "experiments/quick_start/quick_start.toml")]
+        command += ["--out", str(self.out)]
+        for s in [f"training.steps={steps}", "training.eval_every=0", "fault.kill=[]", *sets, *args.set]:
+            command += ["--set", s]
+        self.command = command
+        self.begin = time.monotonic()
+        self.output = open(f"{self.out}.output", "w")
+        self.process = subprocess.Popen(command, stdout=self.output, stderr=subprocess.STDOUT)
+        self.read = 0
+        self.events: list[dict] = []
+        self.pids: dict[int, dict] = {}
+        self.origin_ns = 0
+
+    def poll(self) -> None:
+        """Reads what recovery.jsonl has gained."""
+        path = self.out / "recovery.jsonl"
+        if not path.exists():
+            return
+        with open(path, "rb") as f:
+            f.seek(self.read)
+            data = f.read()
+        whole = data.rfind(b"\n") + 1
+        self.read += whole
+        for line in data[:whole].splitlines():
+            event = json.loads(line)
+            self.events.append(event)
+            if event["event"] == "start":
+                self.origin_ns = int(event["origin_ns"])
+            if event["event"] == "processes":
+                self.pids[event["rank"]] = event
+
+    def wait_for(self, condition, seconds: float = 300.0) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            if self.process.poll() is not None:
+                raise SystemExit(f"the job ended: see {self.out}.output")
+            if time.monotonic() > end:
+                raise SystemExit(f"waited {seconds} s in vain: see {self.out}.output")
+            time.sleep(0.002)
+            self.poll()
+
+    def recovered(self) -> list[dict]:
+        return [e for e in self.events if e["event"] == "recovered"]
+
+    def finish(self) -> dict:
+        code = self.process.wait()
+        self.seconds = time.monotonic() - self.begin
+        self.poll()
+        if code != 0:
+            raise SystemExit(f"exit code {code}: see {self.out}.output")
+        return json.loads((self.out / "summary.json").read_text())
+
+    def step_times(self) -> list[float]:
+        """Seconds of each step that was not interrupted."""
+        lines = [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+        return [l["time_metrics/end_to_end(s)"] for l in lines if "time_metrics/end_to_end(s)" in l]
+
+
+def kill_one(job: Job, rng: random.Random, ranks: int, window_s: float) -> dict:
+    job.wait_for(lambda: len(job.pids) == ranks and all(p["spare_pids"] for p in job.pids.values()))
+    time.sleep(rng.uniform(0, window_s))
+    job.poll()
+    before = len(job.recovered())
+    rank = rng.randrange(ranks)
+    pid = job.pids[rank]["worker_pid"]
+    t0 = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    os.kill(pid, signal.SIGKILL)
+    job.wait_for(lambda: len(job.recovered()) > before)
+    event = job.recovered()[before]
+    absolute = lambda key: job.origin_ns + event[key]
+    detected = min(d["detected_t_ns"] for d in event["deaths"]) + job.origin_ns
+    phases = dict(event["phases"], detect_ms=(detected - t0) / 1e6)
+    return {
+        "rank": rank,
+        "step": event["deaths"][0]["step"],
+        "begun_ms": (absolute("first_step_begun_t_ns") - t0) / 1e6,
+        "committed_ms": (absolute("first_step_committed_t_ns") - t0) / 1e6,
+        "steps_lost": event["steps_lost"],
+        "source": event["source"],
+        "phases": phases,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=0, help="of the job; 0: enough for the kills")
+    parser.add_argument("--window", type=float, default=1.0, help="seconds in which a kill falls")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--build", default="build/cpu-release")
+    parser.add_argument("--out", default="outputs/kill_bench")
+    parser.add_argument("--set", action="append", default=[], help="key=value for both runs")
+    args = parser.parse_args()
+    pathlib.Path(args.out).mkdir(parents=True, exist_ok=True)
+    rng = random.Random(args.seed)
+
+    warm = Job(args, "pace", 30, [])
+    warm.finish()
+    pace = statistics.median(warm.step_times()[5:])
+    # A kill needs its window, the mending, the step that follows, and the new spare's start behind training.
+    steps = args.steps or int(args.kills * (args.window / 2 + 1.5) / pace) + 50
+    print(f"undisturbed pace: {pace * 1e3:.0f} ms a step; {steps} steps for {args.kills} kills; seed {args.seed}", flush=True)
+
+    job = Job(args, "disturbed", steps, [])
+    kills = []
+    for i in range(args.kills):
+        kills.append(kill_one(job, rng, args.ranks, args.window))
+        k = kills[-1]
+        print(f"{i + 1:3d}: rank {k['rank']} step {k['step']:4d}  begun {k['begun_ms']:7.1f} ms  committed {k['committed_ms']:7.1f} ms  "
+              + "  ".join(f"{n[:-3]} {v:.1f}" for n, v in k["phases"].items() if v is not None and n not in ("total_ms", "committed_ms")),
+              flush=True)
+    disturbed = job.finish()
+    alone = Job(args, "undisturbed", steps, [])
+    undisturbed = alone.finish()
+
+    begun = [k["begun_ms"] for k in kills]
+    committed = [k["committed_ms"] for k in kills]
+    lost_ms = (job.seconds - alone.seconds) * 1e3 / len(kills)
+    result = {
+        "kills": len(kills),
+        "ranks": args.ranks,
+        "seed": args.seed,
+        "step_ms": pace * 1e3,
+        "begun_ms": {"median": statistics.median(begun), "p95": percentile(begun, 95), "max": max(begun)},
+        "committed_ms": {"median": statistics.median(committed), "p95": percentile(committed, 95), "max": max(committed)},
+        "lost_ms_a_kill": lost_ms,
+        "phases_median_ms": {n: statistics.median([k["phases"][n] for k in kills if k["phases"][n] is not None])
+                             for n in kills[0]["phases"]},
+        "steps_lost": sum(k["steps_lost"] for k in kills),
+        "digests_equal": disturbed["state_sha256"] == undisturbed["state_sha256"],
+        "state_sha256": disturbed["state_sha256"],
+        "command": job.command,
+        "load_average": os.getloadavg(),
+        "each": kills,
+    }
+    (pathlib.Path(args.out) / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\nt0 -> every rank has begun the next step: median {result['begun_ms']['median']:.1f} ms, "
+          f"p95 {result['begun_ms']['p95']:.1f} ms, max {result['begun_ms']['max']:.1f} ms")
+    print(f"t0 -> first committed step everywhere:    median {result['committed_ms']['median']:.1f} ms, "
+          f"p95 {result['committed_ms']['p95']:.1f} ms (an undisturbed step takes {pace * 1e3:.0f} ms)")
+    print(f"time lost against the undisturbed run: {lost_ms:.0f} ms a kill; committed steps lost: {result['steps_lost']}")
+    print(f"median phases: " + ", ".join(f"{n[:-3]} {v:.1f}" for n, v in result["phases_median_ms"].items()))
+    print("the states are equal, bit for bit" if result["digests_equal"] else "THE STATES DIFFER")
+    return 0 if result["digests_equal"] and result["steps_lost"] == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
