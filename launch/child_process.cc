@@ -16,7 +16,7 @@ namespace {
 [[noreturn]] void become(pid_t parent, int channel_fd, char* const* argv, char* const* environment) {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != parent) ::_exit(127);  // the parent died before the line above
-  ::setsid();
+  ::setpgid(0, 0);
   sigset_t none;
   sigemptyset(&none);
   ::sigprocmask(SIG_SETMASK, &none, nullptr);
