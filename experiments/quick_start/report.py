@@ -17,23 +17,20 @@ def print_table(head: list[str], rows: list[list[str]]) -> None:
 
 
 def cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.1f}"
-    if isinstance(value, list):
-        return ",".join(map(cell, value))
-    return str(value)
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def recovery(run: pathlib.Path) -> int:
-    events = [json.loads(line) for line in (run / "recovery.jsonl").read_text().splitlines()]
+    lines = (run / "recovery.jsonl").read_text().splitlines()
+    events = [event for event in map(json.loads, lines) if event["event"] == "recovered"]
     if not events:
         print(f"{run / 'recovery.jsonl'} names no recovery", file=sys.stderr)
         return 1
-    keys = [key for key in events[0] if not isinstance(events[0][key], dict)]
-    if len(events) == 1:
-        print_table(["", "recovery"], [[key, cell(events[0][key])] for key in keys])
-    else:
-        print_table(["", *map(str, range(1, len(events) + 1))], [[key, *(cell(e.get(key)) for e in events)] for key in keys])
+    for event in events:
+        print(f"{event['cause']}; state from: {event['source']}; steps lost: {event['steps_lost']}")
+        phases = event["phases"]
+        # Negative: not known, as the moment of a kill by hand.
+        print_table(["phase", "ms"], [[key.removesuffix("_ms"), f"{ms:.1f}" if ms >= 0 else "-"] for key, ms in phases.items()])
     return 0
 
 
