@@ -79,8 +79,11 @@ Result<std::string> format_of(const std::string& path, const std::string& config
   std::error_code error;
   if (std::filesystem::is_directory(path, error)) return std::string("shards");
   if (!path.ends_with(".bin")) return std::string("text");
-  KTG_ASSIGN_OR_RETURN(const bool llmc, TokenFile::looks_like_llmc(path));
-  return std::string(llmc ? "llmc" : "uint16");
+  KTG_ASSIGN_OR_RETURN(const TokenFile::Kind kind, TokenFile::kind_of(path));
+  if (kind == TokenFile::Kind::kShard) {
+    return invalid_argument(path + " is one shard of prepare: name its folder");
+  }
+  return std::string(kind == TokenFile::Kind::kLlmc ? "llmc" : "uint16");
 }
 
 Result<OpenedPath> open_shards(const std::string& folder) {
@@ -164,15 +167,6 @@ void describe(ConfigTable& table, DataConfig& config) {
             {"auto", "text", "shards", "llmc", "uint16", "uint32"});
   table.add("data.tokenizer", &config.tokenizer, "for text: bytes, or the path of a Hugging Face tokenizer.json");
   table.add("data.shuffle", &config.shuffle, "read the training samples in a seeded order, another each epoch");
-}
-
-void resolve_paths(DataConfig& config, const std::string& folder) {
-  std::error_code error;
-  const std::filesystem::path base = std::filesystem::absolute(folder.empty() ? "." : folder, error);
-  const auto resolve = [&base](std::string& path) { path = (base / path).lexically_normal().string(); };
-  std::for_each(config.train.begin(), config.train.end(), resolve);
-  std::for_each(config.validation.begin(), config.validation.end(), resolve);
-  if (config.tokenizer != "bytes") resolve(config.tokenizer);
 }
 
 Result<std::unique_ptr<TokenDataset>> open_dataset(const std::vector<std::string>& paths, const DataConfig& config,

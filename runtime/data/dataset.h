@@ -22,9 +22,6 @@ struct DataConfig {
   bool shuffle = true;              // a seeded permutation of the samples, another each epoch
 };
 void describe(ConfigTable& table, DataConfig& config);
-// Makes every relative path absolute, starting at `folder` (the config file's, or the working folder for --set), so
-// that a resume from another folder finds the same files.
-void resolve_paths(DataConfig& config, const std::string& folder);
 
 // The files are one stream in the order given, with nothing put between them. Samples are windows of T + 1 tokens:
 // sample i is tokens [i T, i T + T]; neighbours share their end token. So N tokens make (N - 1) / T samples: at least

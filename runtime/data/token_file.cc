@@ -1,6 +1,7 @@
 #include "runtime/data/token_file.h"
 
 #include <fmt/format.h>
+#include <xxhash.h>
 
 #include <algorithm>
 #include <bit>
@@ -22,6 +23,14 @@ void widen(const uint8_t* data, int64_t first, int64_t count, int32_t* out) {
   for (int64_t i = 0; i < count; ++i) out[i] = static_cast<int32_t>(in[i]);
 }
 
+template <class T>
+T greatest_of(const uint8_t* data, int64_t n) {
+  const T* ids = reinterpret_cast<const T*>(data);
+  T greatest = 0;
+  for (int64_t i = 0; i < n; ++i) greatest = std::max(greatest, ids[i]);
+  return greatest;
+}
+
 // The first index whose id is at least `limit`, or -1. The maximum of a block is found without branches, which the
 // compiler vectorises; only a block that fails is searched.
 template <class T>
@@ -31,9 +40,7 @@ int64_t first_at_least(const uint8_t* data, int64_t n, uint64_t limit) {
   constexpr int64_t kBlock = 1 << 14;
   for (int64_t begin = 0; begin < n; begin += kBlock) {
     const int64_t end = std::min(n, begin + kBlock);
-    T largest = 0;
-    for (int64_t i = begin; i < end; ++i) largest = std::max(largest, ids[i]);
-    if (largest < limit) continue;
+    if (greatest_of<T>(data + begin * static_cast<int64_t>(sizeof(T)), end - begin) < limit) continue;
     for (int64_t i = begin; i < end; ++i) {
       if (ids[i] >= limit) return i;
     }
@@ -141,6 +148,7 @@ Result<TokenFile> TokenFile::open_shard(const std::string& path) {
                     header.num_tokens, width, payload));
   }
   TokenFile shard(path, std::move(file), header_bytes, static_cast<TokenWidth>(width));
+  shard.declared_hash_ = header.payload_xxh3;
   shard.declared_vocab_size_ = static_cast<int64_t>(header.vocab_size);
   return shard;
 }
@@ -149,11 +157,15 @@ TokenFile TokenFile::from_ids(std::string origin, std::vector<int32_t> ids) {
   return TokenFile(std::move(origin), std::move(ids));
 }
 
-Result<bool> TokenFile::looks_like_llmc(const std::string& path) {
+Result<TokenFile::Kind> TokenFile::kind_of(const std::string& path) {
   KTG_ASSIGN_OR_RETURN(const MappedFile file, MappedFile::open(path));
-  int32_t magic = 0;
-  if (size_of(file) >= static_cast<int64_t>(sizeof magic)) std::memcpy(&magic, file.bytes().data(), sizeof magic);
-  return magic == kLlmcMagic16 || magic == kLlmcMagic32;
+  const auto begins_with = [&file](const void* magic, size_t size) {
+    return file.bytes().size() >= size && std::memcmp(file.bytes().data(), magic, size) == 0;
+  };
+  if (begins_with(&kLlmcMagic16, sizeof kLlmcMagic16) || begins_with(&kLlmcMagic32, sizeof kLlmcMagic32)) {
+    return Kind::kLlmc;
+  }
+  return begins_with(kShardMagic, sizeof kShardMagic) ? Kind::kShard : Kind::kHeaderless;
 }
 
 void TokenFile::read(int64_t first, int64_t count, int32_t* out) const {
@@ -189,6 +201,30 @@ Status TokenFile::check_ids(int64_t vocab_size) const {
   std::memcpy(&id, data_ + bad * width, static_cast<size_t>(width));
   return invalid_argument(fmt::format("{}: byte {}: token {} has id {}, the vocabulary has {} ids", path_,
                                       header_bytes_ + bad * width, bad, id, vocab_size));
+}
+
+uint32_t TokenFile::greatest_id() const {
+  uint32_t greatest = 0;
+  switch (width_) {
+    case TokenWidth::k8:
+      greatest = greatest_of<uint8_t>(data_, num_tokens_);
+      break;
+    case TokenWidth::k16:
+      greatest = greatest_of<uint16_t>(data_, num_tokens_);
+      break;
+    case TokenWidth::k32:
+      greatest = greatest_of<uint32_t>(data_, num_tokens_);
+      break;
+  }
+  return greatest;
+}
+
+Status TokenFile::check_hash() const {
+  if (!declared_hash_.has_value()) return ok_status();
+  const uint64_t found = XXH3_64bits(data_, static_cast<size_t>(num_tokens_) * static_cast<size_t>(width_));
+  if (found == *declared_hash_) return ok_status();
+  return data_loss(fmt::format("{}: byte 32: the header says XXH3 {:016x}, the ids have {:016x}: the file is damaged",
+                               path_, *declared_hash_, found));
 }
 
 TokenWidth width_for_vocab(int64_t vocab_size) {

@@ -28,8 +28,9 @@ class TokenFile {
   // Ids already in memory; `origin` names them in messages.
   static TokenFile from_ids(std::string origin, std::vector<int32_t> ids);
 
-  // True when the file begins with one of llm.c's magics.
-  static Result<bool> looks_like_llmc(const std::string& path);
+  // What the first bytes of a file say that it is; kHeaderless when they say nothing.
+  enum class Kind { kHeaderless, kLlmc, kShard };
+  static Result<Kind> kind_of(const std::string& path);
 
   const std::string& path() const { return path_; }
   int64_t num_tokens() const { return num_tokens_; }
@@ -42,6 +43,10 @@ class TokenFile {
   // Every id < vocab_size (and < 2^31), or kInvalidArgument with file, byte offset, id and vocabulary. Reads the whole
   // file once, at memory speed; bytes against 256 or more need no look.
   Status check_ids(int64_t vocab_size) const;
+  // 0 when there are none.
+  uint32_t greatest_id() const;
+  // Against the hash in a shard's header; ok for files without one.
+  Status check_hash() const;
 
  private:
   TokenFile(std::string path, MappedFile file, int64_t header_bytes, TokenWidth width);
@@ -54,6 +59,7 @@ class TokenFile {
   int64_t header_bytes_ = 0;
   int64_t num_tokens_ = 0;
   int64_t declared_vocab_size_ = 0;
+  std::optional<uint64_t> declared_hash_;
   TokenWidth width_ = TokenWidth::k8;
 };
 
