@@ -245,18 +245,6 @@ TEST_F(DatasetTest, FilesOfDifferentTokenizersAreNotMixed) {
   EXPECT_THAT(message({text, ids}, 2), HasSubstr("one tokenizer"));
 }
 
-TEST_F(DatasetTest, RelativePathsStartAtTheConfigFolder) {
-  DataConfig config;
-  config.train = {"a b.txt", "/abs/c.txt", "../d.txt"};
-  config.tokenizer = "t.json";
-  resolve_paths(config, "/some/folder");
-  EXPECT_THAT(config.train, ElementsAre("/some/folder/a b.txt", "/abs/c.txt", "/some/d.txt"));
-  EXPECT_EQ(config.tokenizer, "/some/folder/t.json");
-  DataConfig bytes;
-  resolve_paths(bytes, "/some/folder");
-  EXPECT_EQ(bytes.tokenizer, "bytes");
-}
-
 TEST_F(DatasetTest, PathsWithSpacesAndOtherLettersWork) {
   const std::string name = "a 'b\" é漢.txt";
   const auto data = open({write(name, "abcdef")}, 2);

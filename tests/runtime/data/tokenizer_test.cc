@@ -216,7 +216,8 @@ TEST(TokenizerTest, UnsupportedPartsAreRefusedByName) {
   EXPECT_THAT(changed("/post_processor", {{"type", "BertProcessing"}}),
               AllOf(HasSubstr("post_processor"), HasSubstr("BertProcessing")));
   EXPECT_THAT(changed("/added_tokens", json::array({added_token(5, "<s>")})), AllOf(HasSubstr("<s>"), HasSubstr("5")));
-  EXPECT_THAT(changed("/added_tokens", json::array({added_token(300, "worlds")})), AllOf(HasSubstr("300"), HasSubstr("268")));
+  EXPECT_THAT(changed("/added_tokens", json::array({added_token(300, "worlds")})),
+              AllOf(HasSubstr("300"), HasSubstr("268")));
   const json split = {
       {"type", "Split"}, {"pattern", {{"Regex", "(?m:a)"}}}, {"behavior", "Isolated"}, {"invert", false}};
   EXPECT_THAT(changed("/pre_tokenizer", split), HasSubstr("(?m:a)"));
