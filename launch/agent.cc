@@ -140,8 +140,8 @@ void Agent::on_signal() {
     }
     num_stop_signals_ += may_insist;
     if (page_->stop_requested.exchange(1) == 0 && start_.facts.rank == 0) {
-      fmt::print("{}: finishing the step, saving, leaving\n", ::strsignal(static_cast<int>(info.ssi_signo)));
-      std::fflush(stdout);
+      job_->plan.print(
+          fmt::format("{}: finishing the step, saving, leaving\n", ::strsignal(static_cast<int>(info.ssi_signo))));
     }
   }
 }

@@ -35,6 +35,7 @@ struct Roster {
   int32_t agent_pid = 0;
   int32_t worker_pid = 0;
   int32_t num_spares = 0;
+  int32_t num_ready = 0;  // of them: could take over at once
   int32_t spare_pids[kMaxSpares] = {};
 };
 

@@ -76,7 +76,7 @@ Message Agent::hello() const {
   m.body = pack(h) + start_status_.message();
   if (start_status_.ok()) {
     for (const UniqueFd* fd : {&child_.segment_fds[static_cast<size_t>(facts.rank)], &child_.page_fd}) {
-      m.fds.emplace_back(::dup(fd->get()));
+      m.fds.push_back(fd->duplicate());
     }
   }
   return m;
@@ -126,6 +126,8 @@ void Agent::open_job() {
   JobOpening silent;  // only to tell everybody that nothing begins
   silent.plan.world_size = start_.facts.world_size;
   silent.publish = [](std::string_view, std::string_view) {};
+  silent.plan.print = [](std::string_view) {};
+  silent.plan.print_error = [](std::string_view text) { fmt::print(stderr, "{}", text); };
   job_.emplace(std::move(silent));
 }
 
@@ -207,7 +209,7 @@ void Agent::all_here() {
       Message m;
       m.type = MessageType::kPeer;
       m.rank = static_cast<int32_t>(r);
-      for (const UniqueFd& fd : peers_[r].fds) m.fds.emplace_back(::dup(fd.get()));
+      for (const UniqueFd& fd : peers_[r].fds) m.fds.push_back(fd.duplicate());
       to_agent(static_cast<int>(to), std::move(m));
     }
   }

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <utility>
 
 #include "launch/exit_code.h"
@@ -11,15 +10,6 @@
 #include "runtime/base/log.h"
 
 namespace kintsugi::launch {
-namespace {
-
-// One write a text, so that it stays whole beside other processes' lines.
-void print(std::string_view text) {
-  std::fwrite(text.data(), 1, text.size(), stdout);
-  std::fflush(stdout);
-}
-
-}  // namespace
 
 Coordinator::Coordinator(const JobPlan& plan, Send send,
                          std::function<void(std::string_view, std::string_view)> publish, int64_t now_ns)
@@ -104,7 +94,7 @@ void Coordinator::on_roster(int rank, const Roster& roster) {
   if (!ended_) log_.processes(rank, roster);
   if (!table_due_ || static_cast<int>(rosters_.size()) < plan_.world_size) return;
   table_due_ = false;
-  print(describe_processes(rosters_));
+  plan_.print(describe_processes(rosters_));
 }
 
 // Every rank that loads it may find the same fault; the first one's word is enough.
@@ -116,7 +106,7 @@ void Coordinator::on_bad_checkpoint(int rank, const Message& message) {
     return supervisor_.failed(rank, kExitFailure, fmt::format("{}: {}", supervisor_.checkpoint().dir, message.body),
                               monotonic_ns());
   }
-  print(fmt::format("warning: {}; going back to step {}\n", message.body, fallback->checkpoint.step));
+  plan_.print(fmt::format("warning: {}; going back to step {}\n", message.body, fallback->checkpoint.step));
   saves_.continue_history(fallback->history_id, fallback->parent_history_id, fallback->parent_step,
                           fallback->checkpoint.step);
   supervisor_.checkpoint_committed(fallback->checkpoint);
@@ -190,7 +180,7 @@ void Coordinator::act(Action& action) {
       return send_(action.rank, std::move(m));
     case Action::Kind::kResumed:
       log_.recovered(*action.recovery);
-      print(describe_recovery(*action.recovery));
+      plan_.print(describe_recovery(*action.recovery));
       table_due_ = true;  // with the roster that follows: the last rank's to be back
       return;
     case Action::Kind::kLeave:
@@ -218,7 +208,7 @@ void Coordinator::act(SaveAction& action) {
       for (const std::string& record : action.records) m.body += record + "\n";
       return send_(0, std::move(m));
     case SaveAction::Kind::kRetried:
-      return print(fmt::format("warning: saving step {} again: {}\n", action.step, action.text));
+      return plan_.print(fmt::format("warning: saving step {} again: {}\n", action.step, action.text));
     case SaveAction::Kind::kSettled:
       m.type = MessageType::kSettled;
       m.value = action.text.empty() ? kSaved : kSaveFailed;
@@ -229,7 +219,7 @@ void Coordinator::act(SaveAction& action) {
         log_.saved(action.step, action.seconds);
       } else {
         log_.save_failed(action.step, action.text);
-        print(fmt::format("warning: step {} was not saved: {}\n", action.step, action.text));
+        plan_.print(fmt::format("warning: step {} was not saved: {}\n", action.step, action.text));
       }
       return;
   }
@@ -238,8 +228,7 @@ void Coordinator::act(SaveAction& action) {
 void Coordinator::end(int exit_code, const std::string& message) {
   if (ended_) return;
   ended_ = true;
-  std::fflush(stdout);
-  if (!message.empty()) fmt::print(stderr, "error: {}\n", message);
+  if (!message.empty()) plan_.print_error(fmt::format("error: {}\n", message));
   if (const Status s = log_.end(exit_code, message, summary_); !s.ok()) log().error("{}", s.message());
   Message m;
   m.type = MessageType::kEnd;

@@ -36,6 +36,9 @@ struct JobPlan {
   int64_t parent_step = 0;
   // Blocks on the disk for a moment: in an emergency only. Null: a checkpoint that does not verify ends the job.
   std::function<Result<Fallback>(const std::string& bad_dir)> fall_back{};
+  // Neither may block: a reader that stops reading must not stop a recovery.
+  std::function<void(std::string_view)> print{};
+  std::function<void(std::string_view)> print_error{};
 };
 
 class Coordinator {

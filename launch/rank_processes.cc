@@ -14,15 +14,13 @@ namespace {
 
 constexpr int64_t kMaxWastedSpares = 3;
 
-UniqueFd duplicate(const UniqueFd& fd) { return UniqueFd(::fcntl(fd.get(), F_DUPFD_CLOEXEC, 0)); }
-
 }  // namespace
 
 Message segment_message(int rank, const UniqueFd& fd) {
   Message m;
   m.type = MessageType::kSegment;
   m.rank = rank;
-  m.fds.push_back(duplicate(fd));
+  m.fds.push_back(fd.duplicate());
   return m;
 }
 
@@ -37,7 +35,7 @@ Result<SpawnedChild> spawn_child(const char* role, const ChildTemplate& child, c
   m.rank = setup.rank;
   m.incarnation = setup.incarnation;
   m.body = pack(setup) + child.config_toml;
-  m.fds.push_back(duplicate(child.page_fd));
+  m.fds.push_back(child.page_fd.duplicate());
   spawned.channel.post(std::move(m));
   for (size_t r = 0; r < child.segment_fds.size(); ++r) {
     if (child.segment_fds[r].valid()) spawned.channel.post(segment_message(static_cast<int>(r), child.segment_fds[r]));
@@ -332,8 +330,10 @@ Roster RankProcesses::roster() const {
     if (i.gone) continue;
     if (i.active)
       r.worker_pid = i.child.process.pid();
-    else if (r.num_spares < Roster::kMaxSpares)
+    else if (r.num_spares < Roster::kMaxSpares) {
+      r.num_ready += i.parked;
       r.spare_pids[r.num_spares++] = i.child.process.pid();
+    }
   }
   return r;
 }

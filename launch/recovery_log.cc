@@ -159,6 +159,7 @@ void RecoveryLog::processes(int rank, const Roster& r) {
   j["agent_pid"] = r.agent_pid;
   j["worker_pid"] = r.worker_pid;
   j["spare_pids"] = std::vector<int32_t>(r.spare_pids, r.spare_pids + r.num_spares);
+  j["spares_ready"] = r.num_ready;
   write("processes", j);
 }
 

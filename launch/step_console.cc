@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <nlohmann/json.hpp>
 
 #include "runtime/base/log.h"
@@ -56,16 +55,16 @@ std::string progress_line(std::string_view object, int64_t total_steps, double m
 }
 
 Result<std::unique_ptr<StepConsole>> StepConsole::open(const RunConfig& config, const std::string& out_dir,
-                                                       int64_t resumed_step) {
+                                                       int64_t resumed_step,
+                                                       std::function<void(std::string_view)> print) {
   KTG_ASSIGN_OR_RETURN(trace::StepMetrics metrics, trace::StepMetrics::open(FileSystem::posix(), out_dir,
                                                                             config.metrics.tensorboard, resumed_step));
-  return std::unique_ptr<StepConsole>(new StepConsole(config, std::move(metrics), resumed_step));
+  return std::unique_ptr<StepConsole>(new StepConsole(config, std::move(metrics), resumed_step, std::move(print)));
 }
 
 void StepConsole::publish(std::string_view topic, std::string_view payload) {
   if (topic == "log") {
-    fmt::print("{}\n", payload);
-    std::fflush(stdout);
+    print_(std::string(payload) + "\n");
     return;
   }
   if (topic != "metrics") return;
@@ -84,8 +83,7 @@ void StepConsole::publish(std::string_view topic, std::string_view payload) {
   const bool noteworthy =
       step % console_every_ == 0 || step == total_steps_ || o.contains("loss_metrics/validation_loss");
   if (!noteworthy) return;
-  fmt::print("{}\n", progress_line(payload, total_steps_, mean_step_s_));
-  std::fflush(stdout);  // in a pipe, too, a line a step
+  print_(progress_line(payload, total_steps_, mean_step_s_) + "\n");  // in a pipe, too, a line a step
 }
 
 }  // namespace kintsugi::launch

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -16,18 +17,22 @@ namespace kintsugi::launch {
 class StepConsole {
  public:
   // `resumed_step`: steps already done by the state that the run starts from.
+  // `print` takes whole lines, and does not block.
   static Result<std::unique_ptr<StepConsole>> open(const RunConfig& config, const std::string& out_dir,
-                                                   int64_t resumed_step);
+                                                   int64_t resumed_step, std::function<void(std::string_view)> print);
   // Topics: "metrics" (one JSON object with a step), "log" (a line of text).
   void publish(std::string_view topic, std::string_view payload);
 
  private:
-  StepConsole(const RunConfig& config, trace::StepMetrics metrics, int64_t resumed_step)
-      : total_steps_(config.training.steps),
+  StepConsole(const RunConfig& config, trace::StepMetrics metrics, int64_t resumed_step,
+              std::function<void(std::string_view)> print)
+      : print_(std::move(print)),
+        total_steps_(config.training.steps),
         console_every_(config.metrics.console_every),
         last_step_(resumed_step),
         metrics_(std::move(metrics)) {}
 
+  const std::function<void(std::string_view)> print_;
   const int64_t total_steps_;
   const int64_t console_every_;
   int64_t last_step_;

@@ -181,10 +181,12 @@ void Supervisor::decide_when_all_parked(int64_t now_ns) {
     recovery_->generation = generation_;
     recovery_->verdict_ns = now_ns;
     recovery_->committed_step = last_.committed_step;
-    // A step counts as committed once all held it, or a survivor has it.
-    const auto least = std::min_element(ranks_.begin(), ranks_.end(),
-                                        [](const Rank& a, const Rank& b) { return a.known_step < b.known_step; });
-    recovery_->steps_lost += std::max<int64_t>(0, std::max(best_step_, least->known_step) - last_.committed_step);
+    // A step counts as committed when a survivor has it; when nobody is left, when anybody had it.
+    int64_t committed = best_step_;
+    if (last_.source != StateSource::kSurvivors) {
+      for (const Rank& r : ranks_) committed = std::max(committed, r.known_step);
+    }
+    recovery_->steps_lost += std::max<int64_t>(0, committed - last_.committed_step);
     recovery_->source = last_.source;
     recovery_->source_rank = last_.source_rank;
     recovery_->decision = decision->reason;

@@ -5,6 +5,7 @@
 // writer of checkpoints.
 #include <fmt/format.h>
 #include <poll.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
@@ -13,6 +14,7 @@
 #include "comm/host/shared_segment.h"
 #include "launch/agent.h"
 #include "launch/checkpoint_writer.h"
+#include "launch/console.h"
 #include "launch/exit_code.h"
 #include "launch/memory_plan.h"
 #include "launch/rank_facts.h"
@@ -54,17 +56,18 @@ Result<AgentConfig> configure(const TrainOptions& options, int world_size) {
 
 // Rank 0: says what is going to happen, and opens the run's folder.
 Result<JobOpening> open_job(const TrainOptions& options, const AgentConfig& agent, const RankFacts& facts,
-                            const CpuShare& cpus) {
+                            const CpuShare& cpus, Console& out, Console& error) {
   KTG_ASSIGN_OR_RETURN(const RunConfig config, RunConfig::parse(agent.config_toml, options.config_path));
   const std::string run_id = new_run_id();
   KTG_ASSIGN_OR_RETURN(RunFolder folder, open_run_folder(options.out_dir, options.resume, run_id));
   KTG_RETURN_IF_ERROR(FileSystem::posix().write_file(options.out_dir + "/config.toml", agent.config_toml));
-  fmt::print("{}\n{}{} rank{} by {}; {}\nrun folder: {}\n{}{}", agent.config_toml,
-             plan_memory(config, facts.world_size).to_string(), facts.world_size, facts.world_size == 1 ? "" : "s",
-             facts.launcher_name, cpus.note, options.out_dir, folder.note, folder.note.empty() ? "" : "\n");
-  std::fflush(stdout);
-  KTG_ASSIGN_OR_RETURN(auto console,
-                       StepConsole::open(config, options.out_dir, std::max<int64_t>(folder.resume_from.step, 0)));
+  out.print(fmt::format("{}\n{}{} rank{} by {}; {}\nrun folder: {}\n{}{}", agent.config_toml,
+                        plan_memory(config, facts.world_size).to_string(), facts.world_size,
+                        facts.world_size == 1 ? "" : "s", facts.launcher_name, cpus.note, options.out_dir, folder.note,
+                        folder.note.empty() ? "" : "\n"));
+  const auto print = [&out](std::string_view text) { out.print(text); };
+  KTG_ASSIGN_OR_RETURN(
+      auto console, StepConsole::open(config, options.out_dir, std::max<int64_t>(folder.resume_from.step, 0), print));
   JobOpening opening;
   opening.plan = {.world_size = facts.world_size,
                   .launcher = facts.launcher_name,
@@ -74,7 +77,9 @@ Result<JobOpening> open_job(const TrainOptions& options, const AgentConfig& agen
                   .resume_from = folder.resume_from,
                   .history_id = folder.history.run_id,
                   .parent_history_id = folder.history.parent_run_id,
-                  .parent_step = folder.history.parent_step};
+                  .parent_step = folder.history.parent_step,
+                  .print = print,
+                  .print_error = [&error](std::string_view text) { error.print(text); }};
   // A checkpoint that was asked for by name is not silently replaced by another.
   if (options.resume.from.empty()) {
     opening.plan.fall_back = [dir = folder.checkpoint_dir, bad = std::vector<std::string>(),
@@ -155,6 +160,7 @@ int agent_main(int argc, char** argv) {
                              facts->launcher_name, facts->local_size, facts->world_size)},
         facts->rank);
   }
+  Console out(STDOUT_FILENO), error(STDERR_FILENO);
   const CpuShare cpus = take_cpu_share(*facts, environment);
   // For every thread of every child: OpenMP keeps the number per thread, and a spare is made on one and trains on
   // another.
@@ -164,7 +170,7 @@ int agent_main(int argc, char** argv) {
                     .environment = environment,
                     .num_threads = cpus.num_threads,
                     .config = config,
-                    .open_job = [&](const RankFacts& f) { return open_job(options, *config, f, cpus); }},
+                    .open_job = [&](const RankFacts& f) { return open_job(options, *config, f, cpus, out, error); }},
                    real_program());
 }
 

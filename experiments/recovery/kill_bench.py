@@ -4,8 +4,8 @@
     kill_bench.py [--kills 50] [--ranks 8] [--seed 1] [--out DIR] [--build build/cpu-release]
 
 The job is the quick start's model (3.3 M parameters) on 8 ranks, nothing else running. This process, not the job, sends each
-SIGKILL, to the worker of a random rank at a uniformly random time of a window after every rank has a spare process again
-(which may still be starting). t0 is CLOCK_MONOTONIC read just before kill(2); the job's recovery.jsonl has its times on the same clock.
+SIGKILL, to the worker of a random rank at a uniformly random time of a window after the job is whole again (its spare
+is ready). t0 is CLOCK_MONOTONIC read just before kill(2); the job's recovery.jsonl has its times on the same clock.
 
 Measured for each kill:
     begun      t0 until the last rank has begun the next step
@@ -102,7 +102,7 @@ class Job:
 
 
 def kill_one(job: Job, rng: random.Random, ranks: int, window_s: float) -> dict:
-    job.wait_for(lambda: len(job.pids) == ranks and all(p["spare_pids"] for p in job.pids.values()))
+    job.wait_for(lambda: len(job.pids) == ranks and all(p["spares_ready"] for p in job.pids.values()))
     time.sleep(rng.uniform(0, window_s))
     job.poll()
     before = len(job.recovered())

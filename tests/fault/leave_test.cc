@@ -83,8 +83,10 @@ TEST(LeaveTest, ASecondSignalLeavesAtOnce) {
 TEST(LeaveTest, AMassacreLeavesNothingAndTheNextRunGoesOnBitForBit) {
   Workspace w;
   const std::string expected = undisturbed_digest(w, 3, kLong);
-  const std::set<std::string> before = leftovers();
-  TrainJob job(w, "out", {.start = Start::kMpirun, .arguments = kLong});
+  std::filesystem::create_directories(w.path("tmp"));
+  const Variables tmp = {{"TMPDIR", w.path("tmp")}};
+  const std::set<std::string> before = leftovers(w.path("tmp"));
+  TrainJob job(w, "out", {.start = Start::kMpirun, .arguments = kLong, .variables = tmp});
   ASSERT_TRUE(job.wait_until([&] { return job.events("checkpoint").size() >= 2; })) << job.output();
   const std::set<pid_t> all = job.all_processes();
   for (const pid_t pid : all) ::kill(pid, SIGKILL);
@@ -93,7 +95,14 @@ TEST(LeaveTest, AMassacreLeavesNothingAndTheNextRunGoesOnBitForBit) {
   ASSERT_TRUE(again.wait().all(0)) << again.output();
   EXPECT_EQ(again.digest(), expected);
   for (const pid_t pid : all) EXPECT_FALSE(is_alive(pid)) << pid;
-  EXPECT_EQ(leftovers(), before);
+  // Other jobs of this host may be meeting at this moment; what is left behind stays.
+  const auto ours_left = [&] {
+    for (const std::string& left : leftovers(w.path("tmp"))) {
+      if (!before.contains(left)) return left;
+    }
+    return std::string();
+  };
+  EXPECT_TRUE(again.wait_until([&] { return ours_left().empty(); }, seconds(10)) || ours_left().empty()) << ours_left();
 }
 
 TEST(LeaveTest, AKilledMpirunTakesEverythingWithIt) {

@@ -331,15 +331,13 @@ bool is_alive(pid_t pid) {
   return end != std::string::npos && stat.size() > end + 2 && stat[end + 2] != 'Z' && stat[end + 2] != 'X';
 }
 
-std::set<std::string> leftovers() {
+std::set<std::string> leftovers(const std::string& tmp_dir) {
   std::set<std::string> out;
-  for (const char* dir : {"/dev/shm", "/tmp"}) {
+  for (const std::string& dir : {std::string("/dev/shm"), tmp_dir}) {
     std::error_code ignored;
     for (const auto& entry : fs::directory_iterator(dir, ignored)) {
       const std::string name = entry.path().filename();
-      if (name.find("kintsugi") != std::string::npos && name.find("kintsugi-fault-") == std::string::npos) {
-        out.insert(entry.path());
-      }
+      if (!name.starts_with("ompi.")) out.insert(entry.path());
     }
   }
   std::istringstream sockets(read_file("/proc/net/unix"));

@@ -111,8 +111,9 @@ class TrainJob {
 std::string undisturbed_digest(const Workspace& workspace, int world_size, const std::vector<std::string>& arguments);
 
 bool is_alive(pid_t pid);  // and no zombie
-// Entries of /dev/shm, /tmp and the abstract sockets that name this project.
-std::set<std::string> leftovers();
+// What a job of this project could leave on the host: in /dev/shm, among abstract sockets, and in `tmp_dir`, mpirun's own
+// session folder not counted.
+std::set<std::string> leftovers(const std::string& tmp_dir);
 int free_port();
 
 }  // namespace kintsugi::fault_test
