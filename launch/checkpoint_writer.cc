@@ -67,12 +67,13 @@ class CheckpointWriter final : public ShardWriter {
         world_size_(context.setup.world_size),
         checkpoint_dir_(checkpoint_dir_of(context.setup.out_dir)),
         table_(runtime::ParamTable::build(config_.model)),
+        plan_(plan_memory(config_, world_size_)),
         shard_fs_(plans(context, rank_, rank_ + 1)),
         commit_fs_(plans(context, 0, world_size_)) {}
 
   Status open(ChildContext& context) {
     KTG_ASSIGN_OR_RETURN(segment_, comm::SharedSegment::map(context.segment_fds.at(static_cast<size_t>(rank_)).get()));
-    KTG_ASSIGN_OR_RETURN(slots_, allocate_snapshot_slots(*segment_, plan_memory(config_, world_size_)));
+    KTG_ASSIGN_OR_RETURN(slots_, allocate_snapshot_slots(*segment_, plan_));
     KTG_ASSIGN_OR_RETURN(const auto tokenizer, runtime::create_tokenizer(config_.data.tokenizer));
     meta_.world_size = world_size_;
     meta_.config_toml = config_.to_toml();
@@ -85,8 +86,10 @@ class CheckpointWriter final : public ShardWriter {
     shard_fs_.set_step(step);
     KTG_ASSIGN_OR_RETURN(const std::string dir,
                          checkpoint::begin_checkpoint(shard_fs_, checkpoint_dir_, step, ticket.attempt));
-    const checkpoint::ShardView view = snapshot_view(
-        slots_.at(static_cast<size_t>(slot)), checkpoint::shard_range(table_.total_length(), rank_, world_size_));
+    void* const memory = slots_.at(static_cast<size_t>(slot));
+    const checkpoint::ShardView view =
+        snapshot_view(memory, checkpoint::shard_range(table_.total_length(), rank_, world_size_));
+    notes_ = snapshot_notes(memory, plan_);
     KTG_ASSIGN_OR_RETURN(const checkpoint::ShardRecord record,
                          checkpoint::write_shard(shard_fs_, dir, table_, view, meta(step, ticket), rank_));
     return checkpoint::to_json(record);
@@ -125,6 +128,7 @@ class CheckpointWriter final : public ShardWriter {
     m.run_id = ticket.run_id;
     m.parent_run_id = ticket.parent_run_id;
     m.parent_step = ticket.parent_step;
+    if (notes_.vote.step == step) m.extra_json = to_json(notes_);  // every rank's are the same
     return m;
   }
 
@@ -133,6 +137,8 @@ class CheckpointWriter final : public ShardWriter {
   const int world_size_;
   const std::string checkpoint_dir_;
   const runtime::ParamTable table_;
+  const MemoryPlan plan_;
+  SnapshotNotes notes_;         // of the shard written last
   FaultyFileSystem shard_fs_;   // dies for this rank's entries
   FaultyFileSystem commit_fs_;  // for any rank's: there is one commit
   std::unique_ptr<comm::SharedSegment> segment_;

@@ -11,6 +11,7 @@ namespace kintsugi::launch {
 namespace {
 
 constexpr int64_t kHeapAlignment = 64;
+constexpr int64_t kNotesBytes = (sizeof(SnapshotNotes) + kHeapAlignment - 1) / kHeapAlignment * kHeapAlignment;
 
 std::string mebibytes(int64_t bytes) { return fmt::format("{:.2f} MiB", static_cast<double>(bytes) / (1 << 20)); }
 
@@ -58,7 +59,7 @@ MemoryPlan plan_memory(const RunConfig& config, int world_size) {
 
   // One is filled while another is written; a run that saves once, at its end or when it is asked to stop, needs one.
   plan.num_snapshot_slots = config.checkpoint.every > 0 ? 2 : 1;
-  plan.snapshot_slot_bytes = 3 * largest_shard(length, world_size) * int64_t{sizeof(float)};
+  plan.snapshot_slot_bytes = 3 * largest_shard(length, world_size) * int64_t{sizeof(float)} + kNotesBytes;
   plan.items.push_back({"snapshots", plan.num_snapshot_slots * plan.snapshot_slot_bytes, true});
   const parallel::StateMemory memory =
       parallel::plan_state_memory(table, config.parallelism, config.dtype(), world_size);
@@ -96,6 +97,10 @@ Result<std::vector<void*>> allocate_snapshot_slots(comm::SymmetricHeap& heap, co
 checkpoint::ShardView snapshot_view(const void* slot, checkpoint::ShardRange range) {
   const float* data = static_cast<const float*>(slot);
   return {.weights = data, .m = data + range.count, .v = data + 2 * range.count, .range = range};
+}
+
+SnapshotNotes& snapshot_notes(void* slot, const MemoryPlan& plan) {
+  return *reinterpret_cast<SnapshotNotes*>(static_cast<uint8_t*>(slot) + plan.snapshot_slot_bytes - kNotesBytes);
 }
 
 }  // namespace kintsugi::launch

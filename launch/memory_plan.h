@@ -9,6 +9,7 @@
 #include "checkpoint/checkpoint.h"
 #include "comm/communicator.h"
 #include "launch/run_config.h"
+#include "launch/snapshot_notes.h"
 
 namespace kintsugi::launch {
 
@@ -38,8 +39,10 @@ struct MemoryPlan {
 MemoryPlan plan_memory(const RunConfig& config, int world_size);
 
 // Snapshot slots are the first allocations in a rank's heap, made alike by its worker and its agent. A slot holds
-// the rank's shard_range() of the state of one step: weights, then m, then v, `range.count` floats each.
+// the rank's shard_range() of the state of one step: weights, then m, then v, `range.count` floats each; its last bytes
+// are the step's notes.
 Result<std::vector<void*>> allocate_snapshot_slots(comm::SymmetricHeap& heap, const MemoryPlan& plan);
 checkpoint::ShardView snapshot_view(const void* slot, checkpoint::ShardRange range);
+SnapshotNotes& snapshot_notes(void* slot, const MemoryPlan& plan);
 
 }  // namespace kintsugi::launch

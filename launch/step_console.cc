@@ -47,6 +47,9 @@ std::string progress_line(std::string_view object, int64_t total_steps, double m
   if (const double tps = number(o, "throughput(tps)"); tps > 0) line += "  tps: " + grouped(tps);
   if (const double mfu = number(o, "mfu(%)"); mfu > 0) line += fmt::format("  mfu: {:.1f}%", mfu);
   if (const double s = number(o, "time_metrics/end_to_end(s)"); s > 0) line += fmt::format("  time: {:.0f}ms", s * 1e3);
+  if (const double s = number(o, "time_metrics/exposed_communication(s)"); s > 0) {
+    line += fmt::format("  exposed: {:.1f}ms", s * 1e3);
+  }
   if (mean_step_s > 0) line += "  eta: " + duration(mean_step_s * static_cast<double>(total_steps - step));
   if (o.value("skipped", false)) line += "  SKIPPED: the gradient was not finite";
   if (const double v = number(o, "loss_metrics/validation_loss"); !std::isnan(v))

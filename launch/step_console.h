@@ -41,8 +41,8 @@ class StepConsole {
   trace::StepMetrics metrics_;
 };
 
-// "step: 40/100  loss: 1.8234  grad_norm: 0.5123  lr: 3.00e-03  tps: 12,345  step: 663 ms  eta: 0:40". `object`: what
-// the trainer published. Pure.
+// "step: 40/100  loss: 1.8234  grad_norm: 0.5123  lr: 3.00e-03  tps: 12,345  time: 663ms  exposed: 8.1ms  eta: 0:40".
+// `object`: what the trainer published. Pure.
 std::string progress_line(std::string_view object, int64_t total_steps, double mean_step_s);
 
 }  // namespace kintsugi::launch

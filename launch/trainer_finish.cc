@@ -33,6 +33,7 @@ bool TrainerImpl::validation_due(int64_t step) const {
 }
 
 Status TrainerImpl::complete_step(const VoteOutcome& vote, bool timed) {
+  last_vote_ = vote;
   if (snapshot_due(vote.step)) KTG_RETURN_IF_ERROR(take_snapshot());
   std::optional<double> validation;
   if (validation_due(vote.step)) {
@@ -40,8 +41,11 @@ Status TrainerImpl::complete_step(const VoteOutcome& vote, bool timed) {
     last_validation_loss_ = validation;
   }
   if (vote.num_tokens == 0) return ok_status();  // owed after a recovery, and nobody knows its loss any more
-  last_vote_ = vote;
   const StepTimes times = step_times();
+  if (timed) {
+    timed_tokens_ += vote.num_tokens;
+    timed_ns_ += times.total_ns;
+  }
   if (traced_) KTG_RETURN_IF_ERROR(write_trace());
   if (environment_.rank != 0) return ok_status();
   StepReport report{.vote = vote,
@@ -104,6 +108,7 @@ Status TrainerImpl::take_snapshot() {
     KTG_RETURN_IF_ERROR(backend_->copy(out, part + range.begin, bytes, *update_stream_));
     out += range.count;
   }
+  snapshot_notes(snapshot_slots_[slot], plan_) = {.vote = last_vote_, .skipped_steps = skipped_steps_};
   return environment_.link->snapshot_ready(state().step, state().cursor, slot);
 }
 
@@ -187,9 +192,13 @@ std::string TrainerImpl::summary(const std::string& sha256) const {
   nlohmann::ordered_json out;
   out["steps"] = state().step;
   out["samples"] = state().cursor;
-  if (last_vote_.step == state().step && last_vote_.num_tokens > 0) {
-    out["final_loss"] = last_vote_.loss_sum / static_cast<double>(last_vote_.num_tokens);
-  }
+  const bool loss_known = last_vote_.step == state().step && last_vote_.num_tokens > 0;
+  out["final_loss"] = loss_known
+                          ? nlohmann::ordered_json(last_vote_.loss_sum / static_cast<double>(last_vote_.num_tokens))
+                          : nlohmann::ordered_json();
+  out["tokens_per_second"] =
+      timed_ns_ > 0 ? nlohmann::ordered_json(1e9 * static_cast<double>(timed_tokens_) / static_cast<double>(timed_ns_))
+                    : nlohmann::ordered_json();  // a finished run that was resumed
   if (last_validation_loss_) out["validation_loss"] = *last_validation_loss_;
   out["skipped_steps"] = skipped_steps_;
   out["planned_memory_bytes"] = plan_.total_bytes();

@@ -106,7 +106,9 @@ Status TrainerImpl::load_checkpoint(const std::string& dir, int64_t step) {
   KTG_RETURN_IF_ERROR(parallel_->weights_changed(*stream_));
   s.step = info.meta.step;
   s.cursor = info.meta.cursor;
-  skipped_steps_ = 0;  // counted from the state that this job began with
+  const SnapshotNotes notes = parse_snapshot_notes(info.meta.extra_json, s.step);
+  last_vote_ = notes.vote;
+  skipped_steps_ = notes.skipped_steps;
   environment_.link->updated(s.step);
   if (environment_.rank != 0) return ok_status();
 

@@ -96,6 +96,7 @@ class TrainerImpl final : public Trainer {
   VoteOutcome last_vote_;
   std::optional<double> last_validation_loss_;
   int64_t skipped_steps_ = 0;
+  int64_t timed_tokens_ = 0, timed_ns_ = 0;  // of the steps that this process made
   int64_t fault_step_ = 0;
   int64_t step_end_ns_ = 0;
   // Spans of the step: its phases, and what parallel_ adds in a traced step.

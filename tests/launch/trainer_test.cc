@@ -193,6 +193,17 @@ TEST_F(ResumeTest, AFinishedRunHasNothingLeftToDo) {
   EXPECT_TRUE(again.metrics.empty());
   EXPECT_EQ(again.sha256(), whole.sha256());
   EXPECT_EQ(again.summary["steps"], 3);
+  EXPECT_TRUE(whole.summary["final_loss"].is_number());
+  EXPECT_EQ(again.summary["final_loss"], whole.summary["final_loss"]);
+  EXPECT_TRUE(whole.summary["tokens_per_second"].is_number());
+  EXPECT_TRUE(again.summary["tokens_per_second"].is_null());
+}
+
+TEST_F(ResumeTest, SkippedStepsAreCountedOn) {
+  RunConfig c = diverging(config());
+  c.checkpoint.every = c.training.steps - 1;
+  const TrainingJob::Outcome whole = run_and_save(c);
+  EXPECT_EQ(resume(c, c.checkpoint.every).summary["skipped_steps"], whole.summary["skipped_steps"]);
 }
 
 TEST_F(ResumeTest, AShorterRunThanTheCheckpointIsRefused) {

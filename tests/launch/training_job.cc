@@ -239,7 +239,7 @@ void TrainingJob::begin_next_generation() {
 }
 
 // The agents' writers in one: a checkpoint is written once every rank's shard of its step is here.
-Status TrainingJob::snapshot_ready(int rank, int64_t step, int64_t cursor, const void* slot) {
+Status TrainingJob::snapshot_ready(int rank, int64_t step, int64_t cursor, void* slot) {
   const std::scoped_lock lock(mutex_);
   if (checkpoint_dir_.empty()) return ok_status();
   const runtime::ParamTable table = runtime::ParamTable::build(config_.model);
@@ -256,6 +256,7 @@ Status TrainingJob::snapshot_ready(int rank, int64_t step, int64_t cursor, const
   meta.run_id = "run";
   meta.config_toml = config_.to_toml();
   meta.model = config_.model;
+  meta.extra_json = to_json(snapshot_notes(slot, plan_memory(config_, world_size_)));
   KTG_ASSIGN_OR_RETURN(const std::string partial, checkpoint::begin_checkpoint(fs, checkpoint_dir_, step, "a"));
   std::vector<checkpoint::ShardRecord> records;
   for (const auto& [r, values] : shards) {

@@ -64,7 +64,7 @@ class TrainingJob {
   void died(int rank);
   Result<Verdict> await_verdict(int rank, int64_t generation);
   void begin_next_generation();
-  Status snapshot_ready(int rank, int64_t step, int64_t cursor, const void* slot);
+  Status snapshot_ready(int rank, int64_t step, int64_t cursor, void* slot);
   Status finished(int rank, std::string_view summary);
   WorkerEnvironment environment(int rank);
 
