@@ -5,6 +5,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "launch/exit_code.h"
 #include "runtime/base/deadline.h"
 #include "runtime/base/file_system.h"
 #include "runtime/base/log.h"
@@ -218,6 +219,10 @@ Status RecoveryLog::end(int exit_code, const std::string& message, const std::st
   j["message"] = message.empty() ? Json() : Json(message);
   write("end", j);
   if (out_dir_.empty()) return ok_status();
+  FileSystem& fs = FileSystem::posix();
+  const std::string path = join_path(out_dir_, "summary.json");
+  // A resumption that was refused has done nothing: what the folder says of its run stays.
+  if (exit_code == kExitBadConfig && fs.exists(path)) return ok_status();
 
   Json summary;
   summary["run"] = run_id_;
@@ -232,8 +237,6 @@ Status RecoveryLog::end(int exit_code, const std::string& message, const std::st
   summary["failures"] = Json::array();
   for (const std::string& f : failures_) summary["failures"].push_back(Json::parse(f));
   // Written beside and renamed: a reader never sees half of it.
-  FileSystem& fs = FileSystem::posix();
-  const std::string path = join_path(out_dir_, "summary.json");
   KTG_RETURN_IF_ERROR(fs.write_file(path + ".partial", summary.dump(2) + "\n"));
   return fs.rename(path + ".partial", path);
 }

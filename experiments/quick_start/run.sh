@@ -42,4 +42,4 @@ say "Compare"
 experiments/quick_start/report.py compare "$out/disturbed" "$out/undisturbed"
 
 say "Sample"
-"$bin/infer" generate "$out/disturbed" --prompt "Elizabeth had never" --max-tokens 300 --temperature 0.8 --seed 1
+"$bin/infer" generate "$out/disturbed" --prompt "Elizabeth had never" --max-tokens 230 --temperature 0.8 --seed 1

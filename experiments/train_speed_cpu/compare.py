@@ -96,6 +96,7 @@ def main():
             ours_median, theirs_median = (statistics.median(column) for column in zip(*runs))
             print(f"{name:<22}{ours_median:>16.0f}{theirs_median:>16.0f}{ours_median / theirs_median:>8.2f}", flush=True)
             results["cases"].append({"case": name, "kintsugi": ours_median, "pytorch": theirs_median, "runs": runs})
+    os.makedirs(args.out, exist_ok=True)
     with open(os.path.join(args.out, "results.json"), "w") as f:
         json.dump(results, f, indent=1)
 

@@ -185,9 +185,7 @@ struct ConfigTable::Loader {
           KTG_RETURN_IF_ERROR(load(*node.as_table(), path + "."));
           continue;
         }
-        const std::string near = table.nearest(path);
-        return invalid_argument(where(node, path) + ": unknown key" +
-                                (near.empty() ? std::string("; --help lists all") : "; did you mean '" + near + "'?"));
+        return table.unknown_key(where(node, path), path);
       }
       entry->set = true;
       if (entry->rows != nullptr) {
@@ -247,9 +245,16 @@ Status ConfigTable::set(std::string_view assignment) {
   const std::string value(assignment.substr(eq + 1));
   const std::string origin = "--set " + std::string(assignment);
   const Entry* entry = find(key);
-  const bool wants_text = entry != nullptr && std::holds_alternative<std::string*>(entry->field);
+  if (entry == nullptr) return unknown_key(origin + ": " + key, key);  // before its value, which may be no TOML
+  const bool wants_text = entry->rows == nullptr && std::holds_alternative<std::string*>(entry->field);
   const bool already_quoted = !value.empty() && (value.front() == '"' || value.front() == '\'');
   return load_text(key + " = " + (wants_text && !already_quoted ? quoted(value) : value), origin);
+}
+
+Status ConfigTable::unknown_key(const std::string& where, std::string_view path) const {
+  const std::string near = nearest(path);
+  return invalid_argument(where + ": unknown key" +
+                          (near.empty() ? std::string("; --help lists all") : "; did you mean '" + near + "'?"));
 }
 
 bool ConfigTable::was_set(std::string_view path) const {

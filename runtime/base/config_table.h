@@ -61,6 +61,7 @@ class ConfigTable {
   };
   struct Loader;
   Entry* find(std::string_view path);
+  Status unknown_key(const std::string& where, std::string_view path) const;
   std::vector<Entry> entries_;
 };
 

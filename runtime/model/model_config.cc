@@ -10,9 +10,12 @@ namespace {
 // Far above any model, far below where a product of two sizes overflows.
 constexpr int64_t kMaxSize = int64_t{1} << 24;
 
-Status check_size(const char* key, int64_t value, int64_t least) {
-  if (value >= least && value <= kMaxSize) return ok_status();
-  return invalid_argument(fmt::format("model.{} = {}: must lie in {} .. {}", key, value, least, kMaxSize));
+constexpr double kMaxParameters = 1e13;
+constexpr int64_t kMaxLayers = 4096;  // each has its entries in every table
+
+Status check_size(const char* key, int64_t value, int64_t least, int64_t most = kMaxSize) {
+  if (value >= least && value <= most) return ok_status();
+  return invalid_argument(fmt::format("model.{} = {}: must lie in {} .. {}", key, value, least, most));
 }
 
 // "6 and 8": the nearest divisors of n below and above x.
@@ -75,7 +78,7 @@ Status ModelConfig::validate() const {
   if (family != "llama" && family != "gpt2") {
     return invalid_argument(fmt::format("model.family = \"{}\": must be \"llama\" or \"gpt2\"", family));
   }
-  KTG_RETURN_IF_ERROR(check_size("num_layers", num_layers, 1));
+  KTG_RETURN_IF_ERROR(check_size("num_layers", num_layers, 1, kMaxLayers));
   KTG_RETURN_IF_ERROR(check_size("dim", dim, 1));
   KTG_RETURN_IF_ERROR(check_size("num_heads", num_heads, 1));
   KTG_RETURN_IF_ERROR(check_size("num_kv_heads", num_kv_heads, 0));
@@ -93,6 +96,16 @@ Status ModelConfig::validate() const {
     return invalid_argument(fmt::format("model.init_std = {}: must lie in 0 .. 10", init_std));
   }
   KTG_RETURN_IF_ERROR(check_heads(*this));
+  // In double, which cannot overflow: sizes that are allowed one by one can still multiply to nonsense.
+  const auto width = static_cast<double>(dim);
+  const double parameters = static_cast<double>(num_layers) * width *
+                                (4.0 * static_cast<double>(num_heads * head_size()) + 3.0 * static_cast<double>(ffn_dim)) +
+                            2.0 * static_cast<double>(vocab_size + max_seq_len) * width;
+  if (parameters > kMaxParameters) {
+    return invalid_argument(fmt::format("model.dim = {}, num_layers = {}, ffn_dim = {}, vocab_size = {}: about {:.3g} "
+                                        "parameters, at most {:.3g}",
+                                        dim, num_layers, ffn_dim, vocab_size, parameters, kMaxParameters));
+  }
   return is_gpt2() ? check_gpt2(*this) : ok_status();
 }
 

@@ -165,6 +165,7 @@ TEST(ResumeTest, AFinishedRunHasNothingLeftToDo) {
                  {.arguments = {"--set", "training.steps=15", "--set", "training.schedule_steps=30", "--resume"}});
   EXPECT_TRUE(fewer.wait().all(78)) << fewer.output();
   EXPECT_TRUE(fewer.says("at step 20")) << fewer.output();
+  EXPECT_EQ(fewer.summary()["outcome"], "complete") << "a refused resumption rewrites nothing";
   EXPECT_TRUE(std::filesystem::exists(fewer.out_dir() + "/checkpoint/step-20"));
 
   const std::vector<std::string> more = {"--set", "training.steps=21", "--set", "training.schedule_steps=30"};

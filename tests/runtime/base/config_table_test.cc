@@ -50,6 +50,12 @@ TEST(ConfigTableTest, UnknownKeyNamesTheNearestAndTheLine) {
   EXPECT_THAT(status.message(), HasSubstr("'training.steps'"));
 }
 
+TEST(ConfigTableTest, UnknownKeyOfASetIsNamedWhateverItsValue) {
+  Settings s;
+  ConfigTable t = bind(s);
+  EXPECT_THAT(t.set("paralelism.mode=zero1").message(), HasSubstr("'parallelism.mode'"));
+}
+
 TEST(ConfigTableTest, WrongTypeSaysWhatIsWanted) {
   Settings s;
   ConfigTable t = bind(s);

@@ -31,6 +31,12 @@ TEST(ModelConfigTest, HeadsThatDoNotDivideAreRefusedWithTheNearestThatDo) {
   EXPECT_EQ(message([](auto& c) { c.num_heads = 7, c.num_kv_heads = 7, c.head_dim = 32; }), "");
 }
 
+TEST(ModelConfigTest, SizesThatMultiplyToNonsenseAreRefused) {
+  EXPECT_THAT(message([](auto& c) { c.num_layers = 16'777'216; }), HasSubstr("model.num_layers = 16777216"));
+  EXPECT_THAT(message([](auto& c) { c.dim = 16'777'216, c.ffn_dim = 16'777'216, c.num_layers = 4096; }),
+              HasSubstr("parameters, at most"));
+}
+
 TEST(ModelConfigTest, RotaryPositionsNeedEvenHeads) {
   EXPECT_THAT(message([](auto& c) { c.head_dim = 33; }),
               AllOf(HasSubstr("model.head_dim = 33"), HasSubstr("32 and 34")));
