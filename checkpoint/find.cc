@@ -170,16 +170,31 @@ Result<std::vector<CheckpointInfo>> list_checkpoints(FileSystem& fs, const std::
   return complete;
 }
 
+namespace {
+
+// A listing is not atomic: a trainer may commit one checkpoint and remove the one before between the reading of names
+// and of manifests, so that none seems to be there, though at every instant there is one. Then the next look finds it.
+Result<std::vector<CheckpointInfo>> list_until_found(FileSystem& fs, const std::string& checkpoint_dir,
+                                                     std::vector<std::string>* skipped) {
+  constexpr int kLooks = 5;
+  for (int look = 1;; ++look) {
+    Result<std::vector<CheckpointInfo>> line = list_checkpoints(fs, checkpoint_dir, skipped);
+    if (!line.ok() || !line->empty() || look == kLooks) return line;
+  }
+}
+
+}  // namespace
+
 Result<CheckpointInfo> newest_checkpoint(FileSystem& fs, const std::string& checkpoint_dir,
                                          std::vector<std::string>* skipped) {
-  KTG_ASSIGN_OR_RETURN(std::vector<CheckpointInfo> line, list_checkpoints(fs, checkpoint_dir, skipped));
+  KTG_ASSIGN_OR_RETURN(std::vector<CheckpointInfo> line, list_until_found(fs, checkpoint_dir, skipped));
   if (line.empty()) return not_found(checkpoint_dir + ": no committed checkpoint");
   return std::move(line.front());
 }
 
 Result<CheckpointInfo> newest_verified_checkpoint(FileSystem& fs, const std::string& checkpoint_dir,
                                                   std::vector<std::string>* skipped) {
-  KTG_ASSIGN_OR_RETURN(std::vector<CheckpointInfo> line, list_checkpoints(fs, checkpoint_dir, skipped));
+  KTG_ASSIGN_OR_RETURN(std::vector<CheckpointInfo> line, list_until_found(fs, checkpoint_dir, skipped));
   Status newest_damage;
   for (CheckpointInfo& info : line) {
     const Status status = verify_checkpoint(fs, info);
