@@ -9,20 +9,7 @@ namespace {
 
 constexpr int64_t kB = 3, kT = kMediumSeqLen;
 
-struct Case {
-  Variant variant;
-  DType dtype;
-};
-std::vector<Case> cases() {
-  std::vector<Case> out;
-  for (const Variant& v : medium_variants()) {
-    out.push_back({v, DType::kF32});
-    out.push_back({v, DType::kBF16});
-  }
-  return out;
-}
-
-class BackendAgreementTest : public ::testing::TestWithParam<Case> {
+class BackendAgreementTest : public ::testing::TestWithParam<MediumCase> {
  protected:
   Harness harness(bool reference) const {
     const ModelConfig& config = GetParam().variant.config;
@@ -31,7 +18,7 @@ class BackendAgreementTest : public ::testing::TestWithParam<Case> {
   }
   Batch batch() const { return random_batch(GetParam().variant.config.vocab_size, kB, kT); }
 };
-INSTANTIATE_TEST_SUITE_P(Cases, BackendAgreementTest, ::testing::ValuesIn(cases()), [](const auto& c) {
+INSTANTIATE_TEST_SUITE_P(Cases, BackendAgreementTest, ::testing::ValuesIn(medium_cases()), [](const auto& c) {
   return c.param.variant.name + (c.param.dtype == DType::kF32 ? "_fp32" : "_bf16");
 });
 

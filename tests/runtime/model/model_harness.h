@@ -66,6 +66,20 @@ inline std::vector<Variant> medium_variants() {
   return v;
 }
 
+// Each of them in each storage type.
+struct MediumCase {
+  Variant variant;
+  DType dtype;
+};
+inline std::vector<MediumCase> medium_cases() {
+  std::vector<MediumCase> out;
+  for (const Variant& v : medium_variants()) {
+    out.push_back({v, DType::kF32});
+    out.push_back({v, DType::kBF16});
+  }
+  return out;
+}
+
 // Weights as init_parameters makes them, with vectors moved away from 0 and 1 so that each of them matters.
 inline std::vector<float> lively_weights(const ParamTable& table, uint64_t seed = kSeed) {
   std::vector<float> w(static_cast<size_t>(table.total_length()));

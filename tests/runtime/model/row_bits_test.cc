@@ -11,20 +11,7 @@ namespace {
 
 constexpr int64_t kB = 3, kT = kMediumSeqLen;
 
-struct Case {
-  Variant variant;
-  DType dtype;
-};
-std::vector<Case> cases() {
-  std::vector<Case> out;
-  for (const Variant& v : medium_variants()) {
-    out.push_back({v, DType::kF32});
-    out.push_back({v, DType::kBF16});
-  }
-  return out;
-}
-
-class RowBitsTest : public ::testing::TestWithParam<Case> {
+class RowBitsTest : public ::testing::TestWithParam<MediumCase> {
  protected:
   const ModelConfig& config() const { return GetParam().variant.config; }
   DType dtype() const { return GetParam().dtype; }
@@ -57,7 +44,7 @@ class RowBitsTest : public ::testing::TestWithParam<Case> {
     return out;
   }
 };
-INSTANTIATE_TEST_SUITE_P(Cases, RowBitsTest, ::testing::ValuesIn(cases()), [](const auto& c) {
+INSTANTIATE_TEST_SUITE_P(Cases, RowBitsTest, ::testing::ValuesIn(medium_cases()), [](const auto& c) {
   return c.param.variant.name + (c.param.dtype == DType::kF32 ? "_fp32" : "_bf16");
 });
 
