@@ -24,5 +24,6 @@ struct ActivationKernels {
 
 namespace reference { const ActivationKernels& activation(); }
 namespace cpu { const ActivationKernels& activation(); }
+namespace cuda { const ActivationKernels& activation(); }
 
 }  // namespace kintsugi::kernels

@@ -15,6 +15,7 @@ struct AttentionShape {
   int64_t B, T, H, K, D;
   int64_t q_stride, k_stride, v_stride, o_stride;  // elements between consecutive tokens
   float scale;                                     // softmax(scale * q k^T), usually 1/sqrt(D)
+  bool deterministic = true;                       // false: the backward pass may sum in an order that varies
 };
 
 struct AttentionKernels {
@@ -32,5 +33,6 @@ struct AttentionKernels {
 
 namespace reference { const AttentionKernels& attention(); }
 namespace cpu { const AttentionKernels& attention(); }
+namespace cuda { const AttentionKernels& attention(); }
 
 }  // namespace kintsugi::kernels

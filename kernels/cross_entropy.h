@@ -20,5 +20,6 @@ struct CrossEntropyKernels {
 
 namespace reference { const CrossEntropyKernels& cross_entropy(); }
 namespace cpu { const CrossEntropyKernels& cross_entropy(); }
+namespace cuda { const CrossEntropyKernels& cross_entropy(); }
 
 }  // namespace kintsugi::kernels

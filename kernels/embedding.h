@@ -12,11 +12,14 @@ struct EmbeddingKernels {
                          const void* position_table, int64_t N, int64_t C, DType dtype, StreamHandle stream);
   // dtable[ids[n],:] += dy[n,:] in fp32, tokens in ascending n: one order, no atomics. `accumulate` false zeroes the
   // (rows, C) table first. For positions call it with ids = positions and rows = number of positions.
+  // workspace: at least backward_workspace_bytes(N, rows); null where that is 0.
   KernelError (*backward)(float* dtable, const void* dy, const int32_t* ids, int64_t N, int64_t C, int64_t rows,
-                          bool accumulate, DType dtype, StreamHandle stream);
+                          bool accumulate, void* workspace, DType dtype, StreamHandle stream);
+  int64_t (*backward_workspace_bytes)(int64_t N, int64_t rows);
 };
 
 namespace reference { const EmbeddingKernels& embedding(); }
 namespace cpu { const EmbeddingKernels& embedding(); }
+namespace cuda { const EmbeddingKernels& embedding(); }
 
 }  // namespace kintsugi::kernels

@@ -28,5 +28,6 @@ struct GemmKernels {
 
 namespace reference { const GemmKernels& gemm(); }
 namespace cpu { const GemmKernels& gemm(); }
+namespace cuda { const GemmKernels& gemm(); }
 
 }  // namespace kintsugi::kernels

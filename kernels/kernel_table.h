@@ -1,6 +1,8 @@
 // All families of one implementation: what a runtime::Backend carries.
 #pragma once
 
+#include <string>
+
 #include "kernels/activation.h"
 #include "kernels/attention.h"
 #include "kernels/cross_entropy.h"
@@ -25,9 +27,13 @@ struct KernelTable {
   const CrossEntropyKernels* cross_entropy;
   const OptimizerKernels* optimizer;
   const ReduceKernels* reduce;
+  // What a KernelError of this implementation means: "invalid argument (cudaErrorInvalidValue)".
+  std::string (*error_text)(KernelError error);
 };
 
 namespace reference { const KernelTable& kernels(); }
 namespace cpu { const KernelTable& kernels(); }
+// Only in a build with the CUDA toolkit (KTG_CUDA). The caller has made the device current.
+namespace cuda { const KernelTable& kernels(); }
 
 }  // namespace kintsugi::kernels

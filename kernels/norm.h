@@ -41,5 +41,6 @@ struct NormKernels {
 
 namespace reference { const NormKernels& norm(); }
 namespace cpu { const NormKernels& norm(); }
+namespace cuda { const NormKernels& norm(); }
 
 }  // namespace kintsugi::kernels

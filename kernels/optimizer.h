@@ -21,11 +21,27 @@ struct OptimizerKernels {
   // g = gradient_scale * grad; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2;
   // w -= lr * ( (m/bc1) / (sqrt(v/bc2) + eps) + (decay ? weight_decay * w : 0) ), w read before the update.
   // w, m, v, grad (n) fp32. compute_copy: w rounded to `copy_dtype`, or null. Bits depend on nothing but the element.
+  // decay_edges (num_edges, even, ascending, in [0, n]): elements in [edges[0], edges[1]), [edges[2], edges[3]), ...
+  // decay, the others do not. One call covers a whole flat buffer. `scalars` and `decay_edges` lie in memory that the
+  // kernels read when they run.
   KernelError (*adamw)(float* w, float* m, float* v, void* compute_copy, const float* grad, int64_t n,
-                       const AdamWScalars* scalars, bool decay, DType copy_dtype, StreamHandle stream);
+                       const AdamWScalars* scalars, const int64_t* decay_edges, int64_t num_edges, DType copy_dtype,
+                       StreamHandle stream);
 };
 
 namespace reference { const OptimizerKernels& optimizer(); }
 namespace cpu { const OptimizerKernels& optimizer(); }
+namespace cuda { const OptimizerKernels& optimizer(); }
+
+// The ranges [begin, end) of [0, n) that decay and do not decay, in ascending order: body(begin, end, decay).
+template <class Body>
+void for_decay_ranges(int64_t n, const int64_t* decay_edges, int64_t num_edges, Body&& body) {
+  int64_t begin = 0;
+  for (int64_t i = 0; i <= num_edges; ++i) {
+    const int64_t end = i < num_edges ? decay_edges[i] : n;
+    if (begin < end) body(begin, end, i % 2 == 1);
+    begin = end;
+  }
+}
 
 }  // namespace kintsugi::kernels

@@ -30,5 +30,6 @@ struct PagedAttentionKernels {
 
 namespace reference { const PagedAttentionKernels& paged_attention(); }
 namespace cpu { const PagedAttentionKernels& paged_attention(); }
+namespace cuda { const PagedAttentionKernels& paged_attention(); }
 
 }  // namespace kintsugi::kernels

@@ -27,5 +27,6 @@ struct ReduceKernels {
 
 namespace reference { const ReduceKernels& reduce(); }
 namespace cpu { const ReduceKernels& reduce(); }
+namespace cuda { const ReduceKernels& reduce(); }
 
 }  // namespace kintsugi::kernels

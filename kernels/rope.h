@@ -19,5 +19,6 @@ void fill_rope_table(float* cos_sin, int64_t max_positions, int64_t D, double th
 
 namespace reference { const RopeKernels& rope(); }
 namespace cpu { const RopeKernels& rope(); }
+namespace cuda { const RopeKernels& rope(); }
 
 }  // namespace kintsugi::kernels

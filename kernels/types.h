@@ -2,7 +2,7 @@
 // function pointers with documented signatures, and one getter per implementation:
 //   reference::   plain loops, sums in double; what every other implementation is tested against
 //   cpu::         vectorised for the host (AVX2 or AVX-512 chosen at run time, OpenMP threads)
-//   cuda::        the device (added by the CUDA build)
+//   cuda::        the device (kernels/cuda, in builds with the CUDA toolkit)
 // Kernels know raw pointers, sizes and a stream; nothing of tensors, ranks or files.
 //
 // Conventions for all families: outputs first, inputs, sizes, stream last. Arrays are dense and
@@ -28,7 +28,8 @@ constexpr const char* name_of(DType t) { return t == DType::kF32 ? "fp32" : "bf1
 // cudaStream_t on the device; unused (nullptr) on the CPU, where calls are synchronous.
 using StreamHandle = void*;
 
-// 0, or a backend's own code: cudaError_t on the device, errno on the CPU (ENOTSUP, ENOMEM).
+// 0, or an implementation's own code, which KernelTable::error_text explains: errno on the CPU (ENOTSUP, ENOMEM), on
+// the device cudaError_t and, beyond kLibraryErrors, codes of its libraries.
 using KernelError = int;
 inline constexpr KernelError kKernelOk = 0;
 

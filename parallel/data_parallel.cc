@@ -12,20 +12,16 @@ namespace {
 
 using kernels::DType;
 
-// The fewest elementwise updates that cover the flat space: neighbours with equal decay flags, padding included
-// (its weights, moments and gradients are zero and stay so).
-template <class Run>
-std::vector<Run> plan_decay_runs(const runtime::ParamTable& table) {
-  std::vector<Run> runs;
+// Where decay begins and ends (kernels/optimizer.h) in elements [begin, end) of the flat space, counted from begin.
+// Padding goes with the tensor before it: its weights, moments and gradients are zero and stay so.
+std::vector<int64_t> plan_decay_edges(const runtime::ParamTable& table, int64_t begin, int64_t end) {
+  std::vector<int64_t> edges;
   for (const runtime::TensorInfo& tensor : table.tensors()) {
-    if (runs.empty() || runs.back().decay != tensor.decay) {
-      const int64_t begin = runs.empty() ? 0 : tensor.offset;
-      if (!runs.empty()) runs.back().count = begin - runs.back().begin;
-      runs.push_back({begin, 0, tensor.decay});
-    }
+    if (tensor.decay == (edges.size() % 2 == 1)) continue;
+    edges.push_back(std::clamp(tensor.offset, begin, end) - begin);
   }
-  if (!runs.empty()) runs.back().count = table.total_length() - runs.back().begin;
-  return runs;
+  if (edges.size() % 2 == 1) edges.push_back(end - begin);
+  return edges;
 }
 
 GradientStack plan_stack(const DataParallelOptions& options) {
@@ -41,7 +37,8 @@ DataParallel::DataParallel(const runtime::ParamTable& table, const DataParallelO
       options_(options),
       backend_(backend),
       buckets_(plan_buckets(table.units(), options.first_bucket_bytes, options.bucket_bytes)),
-      decay_runs_(plan_decay_runs<DecayRun>(table)),
+      half_(table.total_length() / 2),
+      decay_edges_{plan_decay_edges(table, 0, half_), plan_decay_edges(table, half_, table.total_length())},
       stack_(plan_stack(options)),
       vote_(std::make_unique<Vote>(table.total_length(), losses_per_rank(options.config, options.world_size),
                                    options.rank, options.world_size)) {
@@ -226,20 +223,23 @@ Result<VoteResult> DataParallel::vote(const VoteBallot& ballot, runtime::Stream&
   return vote_->run(gradient(), ballot, *communicator_, backend_, stream, deadline);
 }
 
+// In two halves, so that a fault can strike between them.
 Status DataParallel::update(const kernels::AdamWScalars& scalars, runtime::Stream& stream) {
-  for (size_t i = 0; i < decay_runs_.size(); ++i) {
-    const auto& [begin, count, decay] = decay_runs_[i];
-    uint8_t* copy = options_.dtype == DType::kF32
-                        ? nullptr
-                        : compute_copy_.as<uint8_t>() + begin * kernels::size_of(options_.dtype);
-    KTG_RETURN_IF_ERROR(
-        stream.launched(backend_.kernels().optimizer->adamw(state_.weights + begin, state_.m + begin, state_.v + begin,
-                                                            copy, gradient() + begin, count, &scalars, decay,
-                                                            options_.dtype, stream.handle()),
-                        "adamw"));
-    if (i == decay_runs_.size() / 2) KTG_RETURN_IF_ERROR(at(StepPoint::kMidUpdate));
-  }
-  return ok_status();
+  KTG_RETURN_IF_ERROR(update_half(0, scalars, stream));
+  KTG_RETURN_IF_ERROR(at(StepPoint::kMidUpdate));
+  return update_half(1, scalars, stream);
+}
+
+Status DataParallel::update_half(int half, const kernels::AdamWScalars& scalars, runtime::Stream& stream) {
+  const int64_t begin = half == 0 ? 0 : half_, end = half == 0 ? half_ : state_.length;
+  const std::vector<int64_t>& edges = decay_edges_[half];
+  uint8_t* copy =
+      options_.dtype == DType::kF32 ? nullptr : compute_copy_.as<uint8_t>() + begin * kernels::size_of(options_.dtype);
+  return stream.launched(
+      backend_.kernels().optimizer->adamw(state_.weights + begin, state_.m + begin, state_.v + begin, copy,
+                                          gradient() + begin, end - begin, &scalars, edges.data(),
+                                          static_cast<int64_t>(edges.size()), options_.dtype, stream.handle()),
+      "adamw");
 }
 
 }  // namespace kintsugi::parallel

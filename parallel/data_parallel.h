@@ -88,11 +88,6 @@ class DataParallel final : public runtime::UnitAccess {
   Status gradients_ready(int unit, runtime::Stream& stream) override;
 
  private:
-  struct DecayRun {
-    int64_t begin, count;
-    bool decay;
-  };
-
   DataParallel(const runtime::ParamTable& table, const DataParallelOptions& options, runtime::Backend& backend);
   Status allocate(comm::SymmetricHeap& heap);
   // Fixed order: sums the unit's finished subtrees down the stack while they are in the cache.
@@ -100,6 +95,7 @@ class DataParallel final : public runtime::UnitAccess {
   Status reduce(const Bucket& bucket, runtime::Stream& stream);
   Status make_progress();
   void completed();
+  Status update_half(int half, const kernels::AdamWScalars& scalars, runtime::Stream& stream);
   Status at(StepPoint point) { return probe_ ? probe_(point) : ok_status(); }
   bool last_micro_step() const { return micro_step_ + 1 == layout_.num_micro_steps; }
 
@@ -107,7 +103,8 @@ class DataParallel final : public runtime::UnitAccess {
   const DataParallelOptions options_;
   runtime::Backend& backend_;
   const std::vector<Bucket> buckets_;
-  const std::vector<DecayRun> decay_runs_;
+  const int64_t half_;                        // elements of the first of update()'s halves
+  const std::vector<int64_t> decay_edges_[2];  // of each
   const GradientStack stack_;  // fixed order only
   const std::unique_ptr<Vote> vote_;
 

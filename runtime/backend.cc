@@ -15,6 +15,28 @@ Status Stream::launched(kernels::KernelError error, const char* what) const {
   return ok_status();
 }
 
+namespace {
+
+// For backends whose work is done when a call returns.
+class ReachedEvent final : public Event {
+ public:
+  Status record(Stream&) override { return ok_status(); }
+  Status wait_on(Stream&) override { return ok_status(); }
+  Result<bool> reached() const override { return true; }
+};
+
+}  // namespace
+
+Status Backend::register_host(void*, int64_t) { return ok_status(); }
+
+Result<std::unique_ptr<Event>> Backend::create_event() { return std::unique_ptr<Event>(new ReachedEvent()); }
+
+Status Backend::begin_recording(Stream&) { return failed_precondition(description() + " records no graphs"); }
+
+Result<std::unique_ptr<Graph>> Backend::end_recording(Stream&) {
+  return failed_precondition(description() + " records no graphs");
+}
+
 void* Arena::take(int64_t size_bytes) {
   KTG_CHECK(size_bytes >= 0 && used_ + arena_bytes(size_bytes) <= buffer_.size_bytes())
       << "want " << size_bytes << " bytes, " << used_ << " of " << buffer_.size_bytes() << " used";

@@ -1,4 +1,4 @@
-// A device and its kernels behind one interface: `cpu` here, `cuda` in the GPU build. Everything is
+// A device and its kernels behind one interface: `cpu` here, `cuda` in runtime/cuda/. Everything is
 // stream ordered: a call queues work and returns; on the CPU the work is done when it returns.
 // Nothing in a training step allocates or synchronises: buffers come from arenas planned before.
 // Thread safety: a Backend may be shared; a Stream belongs to one thread at a time.
@@ -20,6 +20,7 @@ namespace kintsugi::runtime {
 using kernels::DType;
 
 enum class DeviceKind { kCpu, kCuda };
+class Stream;
 
 // Owner of one block of device memory (or, by wrap(), a view of memory that something else owns).
 class Buffer {
@@ -62,6 +63,27 @@ class OpObserver {
   virtual void launched(const char* what) = 0;
 };
 
+// A point in a stream's work that other streams and the host can wait for. On the CPU everything queued is done, so
+// an event has always happened. Recorded again, it forgets the point before. One thread at a time.
+class Event {
+ public:
+  virtual ~Event() = default;
+  virtual Status record(Stream& stream) = 0;
+  // Work queued on `stream` from here on starts after the recorded point. Does not block the host.
+  virtual Status wait_on(Stream& stream) = 0;
+  // Whether the recorded point has been reached; true when nothing was recorded. kDeviceLost when the device failed.
+  virtual Result<bool> reached() const = 0;
+};
+
+// Operations that were recorded from a stream and are launched as one. Pointers and sizes are those of the recording.
+class Graph {
+ public:
+  virtual ~Graph() = default;
+  // Operations in it: what one launch replaces.
+  virtual int64_t num_operations() const = 0;
+  virtual Status launch(Stream& stream) = 0;
+};
+
 // An ordered queue of work on one device.
 class Stream {
  public:
@@ -73,7 +95,7 @@ class Stream {
   // Turns a kernel's outcome into a Status, and returns kAborted instead when a stop was
   // requested: on the CPU this is how a step ends between two operations.
   //   KTG_RETURN_IF_ERROR(stream.launched(k.rope->rotate(...), "rope"));
-  Status launched(kernels::KernelError error, const char* what) const;
+  virtual Status launched(kernels::KernelError error, const char* what) const;
   void set_stop_token(StopToken token) { stop_ = token; }
   const StopToken& stop_token() const { return stop_; }
   // Null: none. The observer outlives its registration.
@@ -106,6 +128,20 @@ class Backend {
   virtual Status copy(void* dst, const void* src, int64_t size_bytes, Stream& stream) = 0;
   virtual Status zero(void* dst, int64_t size_bytes, Stream& stream) = 0;
   virtual Result<DeviceMemory> memory() const = 0;
+
+  // True when calls return before their work is done: the host then learns of results through events, or through host
+  // memory that kernels write. Where it is false the calls below are defined, too, and cost nothing.
+  virtual bool asynchronous() const { return false; }
+  // Host memory that kernels read and write at the same address, and that copies run to and from without staging.
+  virtual Result<Buffer> allocate_host(int64_t size_bytes, std::string_view what) { return allocate(size_bytes, what); }
+  // Makes memory that something else owns such memory, until the backend ends. Whole pages.
+  virtual Status register_host(void* data, int64_t size_bytes);
+  virtual Result<std::unique_ptr<Event>> create_event();
+  // Between the two, what is queued on `stream` (and on streams that wait for its events and that it waits for again)
+  // is recorded instead of run. kFailedPrecondition where backend or library cannot; nothing is recording after an
+  // error.
+  virtual Status begin_recording(Stream& stream);
+  virtual Result<std::unique_ptr<Graph>> end_recording(Stream& stream);
 };
 
 struct CpuBackendOptions {

@@ -21,7 +21,7 @@ KernelError forward(void* y, const int32_t* ids, const void* table, const int32_
 }
 
 KernelError backward(float* dtable, const void* dy, const int32_t* ids, int64_t N, int64_t C, int64_t rows,
-                     bool accumulate, DType dtype, StreamHandle) {
+                     bool accumulate, void*, DType dtype, StreamHandle) {
   return for_dtype(dtype, [&]<class T>(T) {
     if (!accumulate) {
       for (int64_t i = 0; i < rows * C; ++i) dtable[i] = 0.0f;
@@ -37,7 +37,7 @@ KernelError backward(float* dtable, const void* dy, const int32_t* ids, int64_t 
 }  // namespace
 
 const EmbeddingKernels& embedding() {
-  static constexpr EmbeddingKernels kTable{forward, backward};
+  static constexpr EmbeddingKernels kTable{forward, backward, [](int64_t, int64_t) -> int64_t { return 0; }};
   return kTable;
 }
 

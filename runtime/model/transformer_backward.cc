@@ -134,14 +134,14 @@ Status TransformerImpl::attention_backward(const Pass& pass, const UnitWeights& 
 
 Status TransformerImpl::embedding_backward(const Pass& pass, UnitAccess::Gradients g, bool table_written,
                                            Stream& stream) {
-  KTG_RETURN_IF_ERROR(
-      stream.launched(k_.embedding->backward(g.data + layout_.token_table, a_.d_stream, pass.ids, pass.N(), C(), V(),
-                                             table_written || g.accumulate, options_.dtype, stream.handle()),
-                      "embedding.backward"));
+  KTG_RETURN_IF_ERROR(stream.launched(
+      k_.embedding->backward(g.data + layout_.token_table, a_.d_stream, pass.ids, pass.N(), C(), V(),
+                             table_written || g.accumulate, a_.workspace, options_.dtype, stream.handle()),
+      "embedding.backward"));
   if (layout_.position_table == kAbsent) return ok_status();
   return stream.launched(
       k_.embedding->backward(g.data + layout_.position_table, a_.d_stream, pass.positions, pass.N(), C(),
-                             config_.max_seq_len, g.accumulate, options_.dtype, stream.handle()),
+                             config_.max_seq_len, g.accumulate, a_.workspace, options_.dtype, stream.handle()),
       "position_embedding.backward");
 }
 

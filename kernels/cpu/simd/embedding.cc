@@ -45,7 +45,7 @@ void backward_columns(float* dtable, const T* dy, const int32_t* ids, int64_t N,
 }
 
 KernelError backward(float* dtable, const void* dy, const int32_t* ids, int64_t N, int64_t C, int64_t rows,
-                     bool accumulate, DType dtype, StreamHandle) {
+                     bool accumulate, void*, DType dtype, StreamHandle) {
   return for_storage(dtype, [&]<class T>(T*) {
     const int64_t elements = (N + (accumulate ? 0 : rows)) * C;
     parallel_ranges(ceil_div(C, kLanes), elements, [&](int64_t begin, int64_t end) {
@@ -59,7 +59,7 @@ KernelError backward(float* dtable, const void* dy, const int32_t* ids, int64_t 
 }  // namespace
 
 const EmbeddingKernels& embedding() {
-  static constexpr EmbeddingKernels kTable{forward, backward};
+  static constexpr EmbeddingKernels kTable{forward, backward, [](int64_t, int64_t) -> int64_t { return 0; }};
   return kTable;
 }
 

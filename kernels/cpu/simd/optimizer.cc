@@ -40,17 +40,20 @@ void update(float* w, float* m, float* v, T* copy, const float* grad, int64_t co
 }
 
 KernelError adamw(float* w, float* m, float* v, void* compute_copy, const float* grad, int64_t n,
-                  const AdamWScalars* scalars, bool decay, DType copy_dtype, StreamHandle) {
+                  const AdamWScalars* scalars, const int64_t* decay_edges, int64_t num_edges, DType copy_dtype,
+                  StreamHandle) {
   if (scalars->skip != 0) return kKernelOk;
   return for_storage(copy_dtype, [&]<class T>(T*) {
-    parallel_elements(n, [&](int64_t begin, int64_t end) {
-      const Constants k = constants_of(*scalars, decay);
-      if (compute_copy != nullptr) {
-        update<T, true>(w + begin, m + begin, v + begin, static_cast<T*>(compute_copy) + begin, grad + begin,
-                        end - begin, k);
-      } else {
-        update<T, false>(w + begin, m + begin, v + begin, nullptr, grad + begin, end - begin, k);
-      }
+    for_decay_ranges(n, decay_edges, num_edges, [&](int64_t first, int64_t last, bool decay) {
+      parallel_elements(last - first, [&](int64_t begin, int64_t end) {
+        const Constants k = constants_of(*scalars, decay);
+        const int64_t at = first + begin, count = end - begin;
+        if (compute_copy != nullptr) {
+          update<T, true>(w + at, m + at, v + at, static_cast<T*>(compute_copy) + at, grad + at, count, k);
+        } else {
+          update<T, false>(w + at, m + at, v + at, nullptr, grad + at, count, k);
+        }
+      });
     });
     return kKernelOk;
   });
