@@ -1,0 +1,26 @@
+#include "kernels/kernel_table.h"
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/cuda/device_error.h"
+
+namespace kintsugi::kernels::cuda {
+namespace {
+
+std::string error_text(KernelError error) {
+  if (error >= kCudnnErrors) return "cuDNN status " + std::to_string(error - kCudnnErrors);
+  if (error >= kCublasErrors) return "cuBLAS status " + std::to_string(error - kCublasErrors);
+  const auto code = static_cast<cudaError_t>(error);
+  return std::string(cudaGetErrorString(code)) + " (" + cudaGetErrorName(code) + ")";
+}
+
+}  // namespace
+
+const KernelTable& kernels() {
+  static const KernelTable kTable{&gemm(),      &attention(),  &paged_attention(), &norm(),
+                                  &rope(),      &activation(), &embedding(),       &cross_entropy(),
+                                  &optimizer(), &reduce(),     error_text};
+  return kTable;
+}
+
+}  // namespace kintsugi::kernels::cuda
