@@ -2,14 +2,13 @@
 
 #include <cuda_runtime_api.h>
 
-#include "kernels/cuda/device_error.h"
+#include "kernels/cuda/libraries.h"
 
 namespace kintsugi::kernels::cuda {
 namespace {
 
 std::string error_text(KernelError error) {
-  if (error >= kCudnnErrors) return "cuDNN status " + std::to_string(error - kCudnnErrors);
-  if (error >= kCublasErrors) return "cuBLAS status " + std::to_string(error - kCublasErrors);
+  if (error >= kLibraryErrors) return library_error_text(error);
   const auto code = static_cast<cudaError_t>(error);
   return std::string(cudaGetErrorString(code)) + " (" + cudaGetErrorName(code) + ")";
 }

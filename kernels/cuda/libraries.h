@@ -7,23 +7,14 @@
 // products on one compute stream, so it holds one block.
 // After that first call no call of the families allocates or waits, and each can be recorded into a CUDA graph.
 //
-// Errors: cudaError_t as it is; cublasStatus_t and cudnnStatus_t beyond kLibraryErrors, which library_error_text()
-// knows. Thread safety: every function here may be called from any thread.
+// Errors: as device_error.h has them. Thread safety: every function here may be called from any thread.
 #pragma once
 
 #include <string>
 
-#include "kernels/types.h"
+#include "kernels/cuda/device_error.h"
 
 namespace kintsugi::kernels::cuda {
-
-// KernelErrors of the libraries. Below kLibraryErrors lie the cudaError_t.
-inline constexpr KernelError kLibraryErrors = 100'000;
-inline constexpr KernelError kCublasErrors = kLibraryErrors;           // + cublasStatus_t
-inline constexpr KernelError kCudnnErrors = kLibraryErrors + 100'000;  // + cudnnStatus_t
-inline constexpr KernelError kNotInitialized = kLibraryErrors + 200'000;
-inline constexpr KernelError kTooManyStreams = kLibraryErrors + 200'001;
-inline constexpr KernelError kNotSupported = kLibraryErrors + 200'002;  // no algorithm for these sizes
 
 struct LibraryOptions {
   // Scratch of a stream. 32 MiB is what cuBLASLt's fastest algorithms ask for on Hopper; more changes nothing.
