@@ -1,4 +1,4 @@
-// Sums, conversions and copies over flat buffers, in orders that never change.
+// Sums, conversions and checks over flat buffers, in orders that never change.
 #pragma once
 
 #include "kernels/types.h"
@@ -10,7 +10,7 @@ struct ReduceKernels {
   // x points at element first*block. Not finite input gives a not finite partial.
   KernelError (*sum_squares)(double* partials, const float* x, int64_t first, int64_t count, int64_t block, int64_t n,
                              StreamHandle stream);
-  // *sum = losses[0] + losses[1] + ... in double, ascending.
+  // *sum = x[0] + x[1] + ... in double: ascending on the CPU, on the device in a fixed order of its own.
   KernelError (*sum)(double* sum, const float* x, int64_t n, StreamHandle stream);
   // dst[i] = a[i] + b[i], fp32. dst may alias either.
   KernelError (*add)(float* dst, const float* a, const float* b, int64_t n, StreamHandle stream);
@@ -23,6 +23,12 @@ struct ReduceKernels {
   KernelError (*convert)(void* dst, const float* x, int64_t n, DType dst_dtype, StreamHandle stream);
   // dst fp32 = x (of dtype).
   KernelError (*convert_to_f32)(float* dst, const void* x, int64_t n, DType dtype, StreamHandle stream);
+  // *count = how many of targets[0..n) are not kIgnoredTarget (cross_entropy.h).
+  KernelError (*count_valid)(int64_t* count, const int32_t* targets, int64_t n, StreamHandle stream);
+  // *digest = the 64-bit fingerprint of x's bits that digest.h defines: the same from every implementation.
+  KernelError (*digest)(uint64_t* digest, const float* x, int64_t n, uint64_t seed, StreamHandle stream);
+  // *flag = 1 when some x[i] is infinite or NaN; otherwise *flag stays as it is.
+  KernelError (*non_finite)(int32_t* flag, const void* x, int64_t n, DType dtype, StreamHandle stream);
 };
 
 namespace reference { const ReduceKernels& reduce(); }

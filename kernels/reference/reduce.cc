@@ -1,6 +1,11 @@
 // kernels/reduce.h as plain loops.
 #include "kernels/reduce.h"
 
+#include <bit>
+#include <cmath>
+
+#include "kernels/cross_entropy.h"
+#include "kernels/digest.h"
 #include "kernels/reference/storage.h"
 
 namespace kintsugi::kernels::reference {
@@ -54,10 +59,34 @@ KernelError convert_to_f32(float* dst, const void* x, int64_t n, DType dtype, St
   });
 }
 
+KernelError count_valid(int64_t* count, const int32_t* targets, int64_t n, StreamHandle) {
+  *count = 0;
+  for (int64_t i = 0; i < n; ++i) *count += targets[i] != kIgnoredTarget ? 1 : 0;
+  return kKernelOk;
+}
+
+KernelError digest(uint64_t* digest, const float* x, int64_t n, uint64_t seed, StreamHandle) {
+  *digest = 0;
+  for (int64_t i = 0; i < n; i += 2) {
+    const uint64_t low = std::bit_cast<uint32_t>(x[i]), high = i + 1 < n ? std::bit_cast<uint32_t>(x[i + 1]) : 0;
+    *digest += digest_word(high << 32 | low, digest_key(seed, i / 2));
+  }
+  return kKernelOk;
+}
+
+KernelError non_finite(int32_t* flag, const void* x, int64_t n, DType dtype, StreamHandle) {
+  return for_dtype(dtype, [&]<class T>(T) {
+    for (int64_t i = 0; i < n; ++i) {
+      if (!std::isfinite(get(static_cast<const T*>(x)[i]))) *flag = 1;
+    }
+  });
+}
+
 }  // namespace
 
 const ReduceKernels& reduce() {
-  static constexpr ReduceKernels kTable{sum_squares, sum_all, add, tree_sum, convert, convert_to_f32};
+  static constexpr ReduceKernels kTable{sum_squares,    sum_all,     add,    tree_sum,  convert,
+                                        convert_to_f32, count_valid, digest, non_finite};
   return kTable;
 }
 

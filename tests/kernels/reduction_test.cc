@@ -1,8 +1,11 @@
 // Cross-entropy, flat sums and conversions of every instruction set variant against the reference loops.
 #include <gtest/gtest.h>
 
+#include <bit>
+
 #include "kernel_testing.h"
 #include "kernels/cross_entropy.h"
+#include "kernels/digest.h"
 #include "kernels/reduce.h"
 
 namespace kintsugi::kernels {
@@ -181,6 +184,70 @@ TEST_P(ReductionTest, ConversionsEqualTheReferenceBitForBitWithTiesInfinitiesAnd
     EXPECT_TRUE(std::isinf(y.get(6)));  // beyond the largest bfloat16
   }
   EXPECT_TRUE(y.guards_intact() && back.guards_intact());
+}
+
+TEST_P(ReductionTest, TheDigestEqualsTheReferenceAndNoticesAnyChangeOfBitsPlaceOrSeed) {
+  for (const int64_t n : {0, 1, 2, 15, 16, 17, 1009, 40001}) {
+    Array x = Array::normal(DType::kF32, n, rng_);
+    uint64_t expected = 1;
+    ASSERT_EQ(reference::reduce().digest(&expected, x.f32(), n, 7, nullptr), kKernelOk);
+    const auto digest_of = [&](const float* data, int64_t count, uint64_t seed) {
+      uint64_t digest = 1;
+      EXPECT_EQ(fast().reduce->digest(&digest, data, count, seed, nullptr), kKernelOk);
+      return digest;
+    };
+    for_thread_counts([&](int threads) { EXPECT_EQ(digest_of(x.f32(), n, 7), expected) << n << " by " << threads; });
+    if (n < 17) continue;
+    EXPECT_NE(digest_of(x.f32(), n, 8), expected);
+    EXPECT_EQ(digest_of(x.f32(), 16, 7) + digest_of(x.f32() + 16, n - 16, 7 + 8 * kDigestStep), expected);
+    for (const int64_t i : {int64_t{0}, int64_t{13}, n - 1}) {
+      const float kept = x.get(i);
+      for (const uint32_t bit : {0u, 9u, 31u}) {
+        x.set(i, std::bit_cast<float>(std::bit_cast<uint32_t>(kept) ^ 1u << bit));
+        EXPECT_NE(digest_of(x.f32(), n, 7), expected) << "bit " << bit << " of element " << i;
+      }
+      x.set(i, kept);
+    }
+    for (const int64_t distance : {1, 2, 8}) {
+      std::swap(x.f32()[3], x.f32()[3 + distance]);
+      EXPECT_NE(digest_of(x.f32(), n, 7), expected) << "swapped over " << distance;
+      std::swap(x.f32()[3], x.f32()[3 + distance]);
+    }
+  }
+}
+
+TEST_P(ReductionTest, ValidTargetsAreCounted) {
+  for (const int64_t n : {0, 1, 33, 5000}) {
+    std::vector<int32_t> targets(static_cast<size_t>(n));
+    int64_t expected = 0, count = -5;
+    for (auto& t : targets) {
+      t = static_cast<int32_t>(rng_() % 3) - 1;
+      expected += t >= 0 ? 1 : 0;
+    }
+    ASSERT_EQ(fast().reduce->count_valid(&count, targets.data(), n, nullptr), kKernelOk);
+    EXPECT_EQ(count, expected);
+  }
+}
+
+TEST_P(ReductionTest, OneInfinityOrNaNAnywhereSetsTheFlagAndNothingClearsIt) {
+  const int64_t n = 40003;
+  Array x = Array::normal(dtype(), n, rng_, 1e30f);
+  int32_t flag = 0;
+  ASSERT_EQ(fast().reduce->non_finite(&flag, x.data(), n, dtype(), nullptr), kKernelOk);
+  EXPECT_EQ(flag, 0);
+  for (const int64_t i : {int64_t{0}, int64_t{17}, n / 2, n - 1}) {
+    for (const float bad : {std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(),
+                            std::numeric_limits<float>::quiet_NaN()}) {
+      const float kept = x.get(i);
+      x.set(i, bad);
+      flag = 0;
+      fast().reduce->non_finite(&flag, x.data(), n, dtype(), nullptr);
+      EXPECT_EQ(flag, 1) << bad << " at " << i;
+      x.set(i, kept);
+    }
+  }
+  fast().reduce->non_finite(&flag, x.data(), n, dtype(), nullptr);
+  EXPECT_EQ(flag, 1);
 }
 
 INSTANTIATE_TEST_SUITE_P(Cpu, ReductionTest, ::testing::ValuesIn(all_variant_cases()), case_name);

@@ -1,6 +1,7 @@
 // kernels/reduce.h, vectorised.
 #include "kernels/cpu/simd/parallel.h"
 #include "kernels/cpu/simd/tables.h"
+#include "kernels/cross_entropy.h"
 
 namespace kintsugi::kernels::cpu::KTG_ISA {
 namespace {
@@ -131,10 +132,64 @@ KernelError convert_to_f32(float* dst, const void* x, int64_t n, DType dtype, St
   });
 }
 
+KernelError count_valid(int64_t* count, const int32_t* targets, int64_t n, StreamHandle) {
+  int64_t valid = 0;
+  for (int64_t i = 0; i < n; ++i) valid += targets[i] != kIgnoredTarget;
+  *count = valid;
+  return kKernelOk;
+}
+
+uint64_t digest_of_words(const float* x, int64_t num_words, uint64_t key) {
+  DigestSums sums;
+  int64_t j = 0;
+  for (; j + 8 <= num_words; j += 8) {
+    sums.add(x + 2 * j, key);
+    key += 8 * kDigestStep;
+  }
+  uint64_t total = sums.total();
+  for (; j < num_words; ++j) {
+    uint64_t word;
+    __builtin_memcpy(&word, x + 2 * j, sizeof word);
+    total += digest_word(word, key);
+    key += kDigestStep;
+  }
+  return total;
+}
+
+KernelError digest(uint64_t* digest, const float* x, int64_t n, uint64_t seed, StreamHandle) {
+  uint64_t total = 0;
+  parallel_ranges(n / 2, n, [&](int64_t begin, int64_t end) {  // whole words; wrapping sums need no order
+    const uint64_t part = digest_of_words(x + 2 * begin, end - begin, digest_key(seed, begin));
+    __atomic_fetch_add(&total, part, __ATOMIC_RELAXED);
+  });
+  if (n % 2 != 0) {
+    uint32_t last;
+    __builtin_memcpy(&last, x + n - 1, sizeof last);
+    total += digest_word(last, digest_key(seed, n / 2));
+  }
+  *digest = total;
+  return kKernelOk;
+}
+
+KernelError non_finite(int32_t* flag, const void* x, int64_t n, DType dtype, StreamHandle) {
+  return for_storage(dtype, [&]<class T>(T*) {
+    parallel_elements(n, [&](int64_t begin, int64_t end) {
+      Vec zeros = Vec::zero();  // x - x: 0 for finite x, else NaN
+      for_vectors(end - begin, [&](int64_t i, auto lanes) {
+        const Vec v = load(static_cast<const T*>(x) + begin + i, lanes);
+        zeros = zeros + (v - v);
+      });
+      if (zeros.sum() != 0.0f) __atomic_store_n(flag, 1, __ATOMIC_RELAXED);
+    });
+    return kKernelOk;
+  });
+}
+
 }  // namespace
 
 const ReduceKernels& reduce() {
-  static constexpr ReduceKernels kTable{sum_squares, sum, add, tree_sum, convert, convert_to_f32};
+  static constexpr ReduceKernels kTable{sum_squares,    sum,         add,    tree_sum,  convert,
+                                        convert_to_f32, count_valid, digest, non_finite};
   return kTable;
 }
 

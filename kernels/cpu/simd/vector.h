@@ -14,11 +14,13 @@
 //   times_power_of_two(a, n)   a 2^n for integral n, where neither a nor the result is subnormal
 //   transpose(rows)            a 16 x 16 block in place
 //   SquareSums                 16 sums of squares in double, one a lane
+//   DigestSums                 add(p, key): digest_word of the 8 words at p (digest.h), their keys kDigestStep apart
 #pragma once
 
 #include <cerrno>
 #include <cstdint>
 
+#include "kernels/digest.h"
 #include "kernels/types.h"
 
 namespace kintsugi::kernels::cpu::KTG_ISA {

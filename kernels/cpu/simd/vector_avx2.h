@@ -123,6 +123,35 @@ struct SquareSums {
   }
 };
 
+struct DigestSums {
+  __m256i sums = _mm256_setzero_si256();
+  static __m256i round(__m256i z, uint64_t low_factor, uint64_t high_factor) {
+    const __m256i low = _mm256_mul_epu32(z, _mm256_set1_epi64x(static_cast<int64_t>(low_factor)));
+    const __m256i high =
+        _mm256_mul_epu32(_mm256_srli_epi64(z, 32), _mm256_set1_epi64x(static_cast<int64_t>(high_factor)));
+    return _mm256_xor_si256(low, _mm256_shuffle_epi32(high, 0xb1));
+  }
+  void add_four(const float* p, uint64_t key) {
+    const __m256i steps =
+        _mm256_setr_epi64x(0, static_cast<int64_t>(kDigestStep), static_cast<int64_t>(2 * kDigestStep),
+                           static_cast<int64_t>(3 * kDigestStep));
+    const __m256i keys = _mm256_add_epi64(_mm256_set1_epi64x(static_cast<int64_t>(key)), steps);
+    const __m256i z = _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), keys);
+    const __m256i y = round(z, kDigestFactors[0], kDigestFactors[1]);
+    const __m256i mixed = _mm256_xor_si256(y, _mm256_srli_epi64(y, 29));
+    sums = _mm256_add_epi64(sums, round(mixed, kDigestFactors[2], kDigestFactors[3]));
+  }
+  void add(const float* p, uint64_t key) {
+    add_four(p, key);
+    add_four(p + 8, key + 4 * kDigestStep);
+  }
+  uint64_t total() const {
+    uint64_t s[4];
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(s), sums);
+    return s[0] + s[1] + s[2] + s[3];
+  }
+};
+
 // Rows become columns in an 8 x 8 block: pairs, then quads of floats inside 128-bit halves, then the halves.
 inline void transpose8(__m256 (&r)[8]) {
   __m256 a[8], b[8];

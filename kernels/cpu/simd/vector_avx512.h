@@ -76,6 +76,31 @@ struct SquareSums {
   }
 };
 
+struct DigestSums {
+  __m512i sums = _mm512_setzero_si512();
+  static __m512i round(__m512i z, uint64_t low_factor, uint64_t high_factor) {
+    const __m512i low = _mm512_mul_epu32(z, _mm512_set1_epi64(static_cast<int64_t>(low_factor)));
+    const __m512i high =
+        _mm512_mul_epu32(_mm512_srli_epi64(z, 32), _mm512_set1_epi64(static_cast<int64_t>(high_factor)));
+    return _mm512_xor_si512(low, _mm512_rol_epi64(high, 32));
+  }
+  void add(const float* p, uint64_t key) {
+    constexpr auto step = static_cast<int64_t>(kDigestStep);
+    const auto times = [](uint64_t i) { return static_cast<int64_t>(i * static_cast<uint64_t>(step)); };
+    const __m512i steps = _mm512_setr_epi64(0, step, times(2), times(3), times(4), times(5), times(6), times(7));
+    const __m512i keys = _mm512_add_epi64(_mm512_set1_epi64(static_cast<int64_t>(key)), steps);
+    const __m512i z = _mm512_xor_si512(_mm512_loadu_si512(p), keys);
+    const __m512i y = round(z, kDigestFactors[0], kDigestFactors[1]);
+    const __m512i mixed = _mm512_xor_si512(y, _mm512_srli_epi64(y, 29));
+    sums = _mm512_add_epi64(sums, round(mixed, kDigestFactors[2], kDigestFactors[3]));
+  }
+  uint64_t total() const {
+    uint64_t s[8];
+    _mm512_storeu_si512(s, sums);
+    return s[0] + s[1] + s[2] + s[3] + s[4] + s[5] + s[6] + s[7];
+  }
+};
+
 // Rows become columns: pairs, then quads of floats inside 128-bit parts, then the parts themselves.
 inline void transpose(Vec (&rows)[16]) {
   __m512 a[16], b[16];

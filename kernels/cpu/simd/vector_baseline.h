@@ -130,6 +130,16 @@ struct SquareSums {
   void store(double* lanes16) const { std::memcpy(lanes16, s, sizeof s); }
 };
 
+struct DigestSums {
+  uint64_t sum = 0;
+  void add(const float* p, uint64_t key) {
+    uint64_t words[8];
+    std::memcpy(words, p, sizeof words);
+    for (uint64_t j = 0; j < 8; ++j) sum += digest_word(words[j], key + j * kDigestStep);
+  }
+  uint64_t total() const { return sum; }
+};
+
 inline void transpose(Vec (&rows)[16]) {
   for (int i = 0; i < 16; ++i) {
     for (int j = 0; j < i; ++j) {
