@@ -2,7 +2,10 @@
 //   N rows (tokens)   I input width   O output width
 //   x (N, I) T   w (O, I) T   y, dy (N, O) T   dx (N, I) T   dw (O, I) fp32   bias, dbias (O) fp32
 // T is the call's DType. Operations: 2 N I O each. A row of y or dx has the same bits whatever N is
-// and whatever the number of threads (prefill and training forward, 1 and 8 ranks rely on it).
+// and whatever the number of threads (prefill and training forward, 1 and 8 ranks rely on it). On the device that
+// holds for products of one (N, I, O) only, because the library picks another order of summation for another N; with
+// bf16 the bias is rounded to bf16 there, before it is added in fp32. Operands that do not start at a multiple of 16
+// bytes, or rows that are none, run slower.
 #pragma once
 
 #include "kernels/types.h"

@@ -25,6 +25,10 @@ struct Libraries {
   std::string cudnn_error;
 };
 
+size_t block_bytes(const LibraryOptions& options) {
+  return static_cast<size_t>(options.workspace_bytes + kBiasScratchBytes);
+}
+
 Libraries& libraries() {
   static Libraries& instance = *new Libraries;
   return instance;
@@ -39,9 +43,10 @@ KernelError init_libraries(const LibraryOptions& options) {
     l.options.deterministic = options.deterministic;
     return kKernelOk;
   }
-  if (options.workspace_bytes <= 0) return cudaErrorInvalidValue;
+  // Whole 256 bytes, so that what lies behind the workspace is aligned, too.
+  if (options.workspace_bytes <= 0 || options.workspace_bytes % 256 != 0) return cudaErrorInvalidValue;
   void* scratch = nullptr;
-  const cudaError_t allocated = cudaMalloc(&scratch, static_cast<size_t>(options.workspace_bytes));
+  const cudaError_t allocated = cudaMalloc(&scratch, block_bytes(options));
   if (allocated != cudaSuccess) return allocated;
   cublasLtHandle_t handle = nullptr;
   const cublasStatus_t created = cublasLtCreate(&handle);
@@ -67,7 +72,9 @@ int64_t library_scratch_bytes() {
   Libraries& l = libraries();
   const std::lock_guard lock(l.mutex);
   int64_t bytes = 0;
-  for (const ScratchBlock& block : l.blocks) bytes += block.data != nullptr ? l.options.workspace_bytes : 0;
+  for (const ScratchBlock& block : l.blocks) {
+    if (block.data != nullptr) bytes += static_cast<int64_t>(block_bytes(l.options));
+  }
   return bytes;
 }
 
@@ -130,7 +137,7 @@ KernelError stream_scratch(void** scratch, StreamHandle stream) {
   }
   if (unused == nullptr) return kTooManyStreams;
   if (unused->data == nullptr) {
-    const cudaError_t error = cudaMalloc(&unused->data, static_cast<size_t>(l.options.workspace_bytes));
+    const cudaError_t error = cudaMalloc(&unused->data, block_bytes(l.options));
     if (error != cudaSuccess) {
       unused->data = nullptr;
       return error;

@@ -17,7 +17,8 @@
 namespace kintsugi::kernels::cuda {
 
 struct LibraryOptions {
-  // Scratch of a stream. 32 MiB is what cuBLASLt's fastest algorithms ask for on Hopper; more changes nothing.
+  // Scratch of a stream. 32 MiB is what cuBLASLt's fastest algorithms ask for on Hopper; more changes nothing. A
+  // multiple of 256.
   int64_t workspace_bytes = 32LL << 20;
   // Only algorithms that give the same bits every time: no split-K that adds with atomics.
   bool deterministic = true;
@@ -31,7 +32,7 @@ KernelError init_libraries(const LibraryOptions& options);
 // unknown stream is fine.
 void release_library_stream(StreamHandle stream);
 
-// Device memory that the calls above hold: for the printed memory plan. init_libraries() takes workspace_bytes.
+// Device memory that the streams' scratch holds, for the printed memory plan: workspace_bytes and 1 MiB a block.
 int64_t library_scratch_bytes();
 
 // "cuBLASLt 13.1.0".

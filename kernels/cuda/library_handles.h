@@ -13,8 +13,11 @@ bool deterministic_algorithms();
 // Scratch of every stream, the size that init_libraries() was given.
 int64_t stream_scratch_bytes();
 
-// *scratch: the block of `stream`, 256-byte aligned, stream_scratch_bytes() long. Its contents last until the next call
-// on the stream. kTooManyStreams when more streams than kMaxLibraryStreams have one.
+// Behind a block's stream_scratch_bytes() lie these for a bias of a narrower type.
+inline constexpr int64_t kBiasScratchBytes = 1 << 20;
+
+// *scratch: the block of `stream`, 256-byte aligned, stream_scratch_bytes() + kBiasScratchBytes long. Its contents last
+// until the next call on the stream. kTooManyStreams when more streams than kMaxLibraryStreams have one.
 inline constexpr int kMaxLibraryStreams = 16;
 KernelError stream_scratch(void** scratch, StreamHandle stream);
 

@@ -1,0 +1,166 @@
+#include "kernels/cuda/matmul.h"
+
+#include <mutex>
+#include <unordered_map>
+
+#include "kernels/cuda/library_handles.h"
+
+namespace kintsugi::kernels::cuda {
+namespace {
+
+constexpr cudaDataType_t data_type(DType dtype) { return dtype == DType::kBF16 ? CUDA_R_16BF : CUDA_R_32F; }
+
+struct ProblemHash {
+  size_t operator()(const GemmProblem& p) const {
+    uint64_t hash = static_cast<uint64_t>(p.op) << 8 | static_cast<uint64_t>(p.dtype) << 4 |
+                    static_cast<uint64_t>(p.accumulate) << 2 | static_cast<uint64_t>(p.bias) << 1 |
+                    static_cast<uint64_t>(p.aligned);
+    for (const int64_t size : {p.N, p.I, p.O}) {
+      hash = (hash ^ static_cast<uint64_t>(size)) * 0x9e3779b97f4a7c15u;
+      hash ^= hash >> 29;
+    }
+    return hash;
+  }
+};
+
+struct Choices {
+  std::mutex mutex;
+  std::unordered_map<GemmProblem, cublasLtMatmulAlgo_t, ProblemHash> algorithms;
+};
+
+Choices& choices() {
+  static Choices& instance = *new Choices;
+  return instance;
+}
+
+// Owner of a preference descriptor.
+class Preference {
+ public:
+  Preference() = default;
+  Preference(const Preference&) = delete;
+  Preference& operator=(const Preference&) = delete;
+  ~Preference() {
+    if (handle_ != nullptr) cublasLtMatmulPreferenceDestroy(handle_);
+  }
+  cublasStatus_t create() { return cublasLtMatmulPreferenceCreate(&handle_); }
+  template <class T>
+  cublasStatus_t set(cublasLtMatmulPreferenceAttributes_t attribute, T value) {
+    return cublasLtMatmulPreferenceSetAttribute(handle_, attribute, &value, sizeof value);
+  }
+  cublasLtMatmulPreference_t get() const { return handle_; }
+
+ private:
+  cublasLtMatmulPreference_t handle_ = nullptr;
+};
+
+template <class T>
+cublasStatus_t set(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t attribute, T value) {
+  return cublasLtMatmulDescSetAttribute(operation, attribute, &value, sizeof value);
+}
+
+#define KTG_RETURN_IF_CUBLAS_ERROR(expression) \
+  if (const cublasStatus_t status = (expression); status != CUBLAS_STATUS_SUCCESS) return status
+
+}  // namespace
+
+cublasStatus_t Matmul::init(const GemmProblem& p, const void* bias) {
+  accumulate_ = p.accumulate;
+  aligned_ = p.aligned;
+  fp32_output_ = p.op == GemmOp::kBackwardWeight || p.dtype == DType::kF32;
+  const cudaDataType_t type = data_type(p.dtype);
+  // CUBLAS_COMPUTE_32F multiplies fp32 operands as they are; the modes that round them to TF32 have names of their own.
+  KTG_RETURN_IF_CUBLAS_ERROR(cublasLtMatmulDescInit(&operation_, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+  const bool forward = p.op == GemmOp::kForward, weight = p.op == GemmOp::kBackwardWeight;
+  KTG_RETURN_IF_CUBLAS_ERROR(
+      set<cublasOperation_t>(&operation_, CUBLASLT_MATMUL_DESC_TRANSA, forward ? CUBLAS_OP_T : CUBLAS_OP_N));
+  KTG_RETURN_IF_CUBLAS_ERROR(
+      set<cublasOperation_t>(&operation_, CUBLASLT_MATMUL_DESC_TRANSB, weight ? CUBLAS_OP_T : CUBLAS_OP_N));
+  const auto rows = [](int64_t n) { return static_cast<uint64_t>(n); };
+  // a is w (I, O) or x (I, N); b is x (I, N) or dy (O, N).
+  KTG_RETURN_IF_CUBLAS_ERROR(cublasLtMatrixLayoutInit(&a_, type, rows(p.I), rows(weight ? p.N : p.O), p.I));
+  const int64_t b_rows = forward ? p.I : p.O;
+  KTG_RETURN_IF_CUBLAS_ERROR(cublasLtMatrixLayoutInit(&b_, type, rows(b_rows), rows(p.N), b_rows));
+  const int64_t d_rows = forward ? p.O : p.I;
+  KTG_RETURN_IF_CUBLAS_ERROR(
+      cublasLtMatrixLayoutInit(&d_, fp32_output_ ? CUDA_R_32F : type, rows(d_rows), rows(weight ? p.O : p.N), d_rows));
+  if (!p.bias) return CUBLAS_STATUS_SUCCESS;
+  KTG_RETURN_IF_CUBLAS_ERROR(
+      set<cublasLtEpilogue_t>(&operation_, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS));
+  KTG_RETURN_IF_CUBLAS_ERROR(set<int32_t>(&operation_, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, type));
+  return set<const void*>(&operation_, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+}
+
+cublasStatus_t Matmul::propose(std::vector<cublasLtMatmulAlgo_t>* algorithms, int count, bool deterministic,
+                               int64_t scratch_bytes) {
+  algorithms->clear();
+  Preference preference;
+  KTG_RETURN_IF_CUBLAS_ERROR(preference.create());
+  KTG_RETURN_IF_CUBLAS_ERROR(
+      preference.set<uint64_t>(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(scratch_bytes)));
+  // In-place split-K adds to the output whichever part is ready, and partial sums in bf16 lose what fp32 keeps.
+  uint32_t schemes = CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+  if (fp32_output_) schemes |= CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE;
+  if (!deterministic && fp32_output_) schemes |= CUBLASLT_REDUCTION_SCHEME_INPLACE;
+  KTG_RETURN_IF_CUBLAS_ERROR(preference.set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, schemes));
+  const uint32_t alignment = aligned_ ? 16 : fp32_output_ ? 4 : 2;
+  const uint32_t input_alignment = aligned_ ? 16 : 2;
+  KTG_RETURN_IF_CUBLAS_ERROR(preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, input_alignment));
+  KTG_RETURN_IF_CUBLAS_ERROR(preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, input_alignment));
+  KTG_RETURN_IF_CUBLAS_ERROR(preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment));
+  KTG_RETURN_IF_CUBLAS_ERROR(preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment));
+  std::vector<cublasLtMatmulHeuristicResult_t> results(static_cast<size_t>(count));
+  int found = 0;
+  KTG_RETURN_IF_CUBLAS_ERROR(cublasLtMatmulAlgoGetHeuristic(cublaslt_handle(), &operation_, &a_, &b_, &d_, &d_,
+                                                            preference.get(), count, results.data(), &found));
+  for (int i = 0; i < found; ++i) {
+    const cublasLtMatmulHeuristicResult_t& result = results[static_cast<size_t>(i)];
+    if (result.state == CUBLAS_STATUS_SUCCESS) algorithms->push_back(result.algo);
+  }
+  return algorithms->empty() ? CUBLAS_STATUS_NOT_SUPPORTED : CUBLAS_STATUS_SUCCESS;
+}
+
+bool Matmul::accepts(const cublasLtMatmulAlgo_t& algorithm, int64_t scratch_bytes) {
+  cublasLtMatmulHeuristicResult_t result{};
+  return cublasLtMatmulAlgoCheck(cublaslt_handle(), &operation_, &a_, &b_, &d_, &d_, &algorithm, &result) ==
+             CUBLAS_STATUS_SUCCESS &&
+         result.state == CUBLAS_STATUS_SUCCESS && result.workspaceSize <= static_cast<size_t>(scratch_bytes);
+}
+
+cublasStatus_t Matmul::run(const Operands& o, const cublasLtMatmulAlgo_t& algorithm, void* scratch,
+                           int64_t scratch_bytes, cudaStream_t stream) {
+  const float alpha = 1.0f, beta = accumulate_ ? 1.0f : 0.0f;
+  return cublasLtMatmul(cublaslt_handle(), &operation_, &alpha, o.a, &a_, o.b, &b_, &beta, o.d, &d_, o.d, &d_,
+                        &algorithm, scratch, static_cast<size_t>(scratch_bytes), stream);
+}
+
+#undef KTG_RETURN_IF_CUBLAS_ERROR
+
+KernelError algorithm_for(cublasLtMatmulAlgo_t* algorithm, const GemmProblem& problem, Matmul& matmul) {
+  Choices& c = choices();
+  const std::lock_guard lock(c.mutex);
+  if (const auto at = c.algorithms.find(problem); at != c.algorithms.end()) {
+    *algorithm = at->second;
+    return kKernelOk;
+  }
+  std::vector<cublasLtMatmulAlgo_t> proposed;
+  const cublasStatus_t status = matmul.propose(&proposed, 8, deterministic_algorithms(), stream_scratch_bytes());
+  if (status == CUBLAS_STATUS_NOT_SUPPORTED) return kNotSupported;
+  if (status != CUBLAS_STATUS_SUCCESS) return cublas_error(status);
+  *algorithm = proposed.front();
+  c.algorithms.emplace(problem, proposed.front());
+  return kKernelOk;
+}
+
+void set_algorithm(const GemmProblem& problem, const cublasLtMatmulAlgo_t& algorithm) {
+  Choices& c = choices();
+  const std::lock_guard lock(c.mutex);
+  c.algorithms.insert_or_assign(problem, algorithm);
+}
+
+void forget_algorithms() {
+  Choices& c = choices();
+  const std::lock_guard lock(c.mutex);
+  c.algorithms.clear();
+}
+
+}  // namespace kintsugi::kernels::cuda

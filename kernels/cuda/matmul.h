@@ -1,0 +1,55 @@
+// A product of kernels/gemm.h as cuBLASLt sees it, and the algorithm chosen for it. Internal to kernels/cuda.
+//
+// cuBLASLt stores by columns: a row-major (R, C) array is its (C, R) matrix with leading dimension C. So
+//   forward          y^T  (O, N) = w (I, O)^T . x (I, N)       K = I
+//   backward_input   dx^T (I, N) = w (I, O) . dy (O, N)        K = O
+//   backward_weight  dw^T (I, O) = x (I, N) . dy (O, N)^T      K = N
+#pragma once
+
+#include <cublasLt.h>
+
+#include <vector>
+
+#include "kernels/cuda/gemm_table.h"
+#include "kernels/types.h"
+
+namespace kintsugi::kernels::cuda {
+
+struct Operands {
+  void* d;                     // y, dx or dw
+  const void* a;               // w, w or x
+  const void* b;               // x, dy or dy
+  const void* bias = nullptr;  // (O) of the problem's dtype; only with problem.bias
+};
+
+// Descriptors without an owner: plain structs that live where they are declared.
+class Matmul {
+ public:
+  // Every other member may be used only after this succeeded. `bias` may be any aligned pointer when only algorithms
+  // are asked for.
+  cublasStatus_t init(const GemmProblem& problem, const void* bias);
+
+  // At most `count` algorithms, the library's favourite first, none that needs more than `scratch_bytes` or, when
+  // `deterministic`, that adds partial sums in an order that may vary.
+  cublasStatus_t propose(std::vector<cublasLtMatmulAlgo_t>* algorithms, int count, bool deterministic,
+                         int64_t scratch_bytes);
+  // Whether the library knows the algorithm, for this product and within the scratch.
+  bool accepts(const cublasLtMatmulAlgo_t& algorithm, int64_t scratch_bytes);
+  cublasStatus_t run(const Operands& operands, const cublasLtMatmulAlgo_t& algorithm, void* scratch,
+                     int64_t scratch_bytes, cudaStream_t stream);
+
+ private:
+  cublasLtMatmulDescOpaque_t operation_;
+  cublasLtMatrixLayoutOpaque_t a_, b_, d_;
+  bool accumulate_ = false, aligned_ = true, fp32_output_ = false;
+};
+
+// *algorithm: the one that use_gemm_table() gave for the product, or else the library's favourite, which is asked for
+// once and kept. Allocates only then.
+KernelError algorithm_for(cublasLtMatmulAlgo_t* algorithm, const GemmProblem& problem, Matmul& matmul);
+
+// The choice for `problem` from here on.
+void set_algorithm(const GemmProblem& problem, const cublasLtMatmulAlgo_t& algorithm);
+void forget_algorithms();
+
+}  // namespace kintsugi::kernels::cuda
