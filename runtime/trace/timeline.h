@@ -26,6 +26,15 @@ struct Span {
   int64_t step;    // -1: none
 };
 
+// Follows the spans of a timeline as they begin and end: markers for a profiler that looks from outside. Called on the
+// timeline's thread; must not block.
+class SpanListener {
+ public:
+  virtual ~SpanListener() = default;
+  virtual void begun(const char* name) = 0;
+  virtual void ended() = 0;
+};
+
 class Timeline {
  public:
   // `lane`: how this thread or stream is named in the trace. A full buffer drops further spans and counts them.
@@ -37,10 +46,13 @@ class Timeline {
     if (!enabled_ || size_ == capacity()) return drop();
     spans_[static_cast<size_t>(size_)] = {name, monotonic_ns(), 0, step};
     spans_[static_cast<size_t>(size_)].end_ns = spans_[static_cast<size_t>(size_)].begin_ns - 1;
+    if (listener_ != nullptr) listener_->begun(name);
     return size_++;
   }
   void end(int64_t span) noexcept {
-    if (span >= 0) spans_[static_cast<size_t>(span)].end_ns = monotonic_ns();
+    if (span < 0) return;
+    spans_[static_cast<size_t>(span)].end_ns = monotonic_ns();
+    if (listener_ != nullptr) listener_->ended();
   }
   // A span measured elsewhere.
   void add(const char* name, int64_t begin_ns, int64_t end_ns, int64_t step = -1) noexcept {
@@ -54,6 +66,8 @@ class Timeline {
   // Off: begin() and add() do nothing. On by default.
   void enable(bool on) noexcept { enabled_ = on; }
   bool enabled() const noexcept { return enabled_; }
+  // Null: none. Changed only while no span is open.
+  void set_listener(SpanListener* listener) noexcept { listener_ = listener; }
   // Forgets all spans and drops; open ones must have ended.
   void clear() noexcept { size_ = dropped_ = 0; }
 
@@ -75,6 +89,7 @@ class Timeline {
   int64_t size_ = 0;
   int64_t dropped_ = 0;
   bool enabled_ = true;
+  SpanListener* listener_ = nullptr;
 };
 
 // Ends on scope exit. A null timeline records nothing.
