@@ -22,8 +22,8 @@ constexpr auto kEndPatience = seconds(10);    // for the kernel to end a killed 
 
 }  // namespace
 
-void Agent::to_coordinator(Message message) {
-  message.rank = start_.facts.rank;
+void Agent::to_coordinator(int rank, Message message) {
+  message.rank = rank;
   if (start_.facts.rank == 0)
     local_.emplace_back(true, std::move(message));
   else if (running_)
@@ -32,11 +32,11 @@ void Agent::to_coordinator(Message message) {
     unsent_.push_back(std::move(message));
 }
 
-void Agent::to_agent(int rank, Message message) {
-  if (rank == 0)
+void Agent::to_agent(int agent, Message message) {
+  if (agent == 0)
     local_.emplace_back(false, std::move(message));
   else
-    agents_[static_cast<size_t>(rank)].post(std::move(message));
+    agents_[static_cast<size_t>(agent)].post(std::move(message));
 }
 
 // Not within the call that produced it: neither side has to expect being called back.
@@ -51,18 +51,18 @@ void Agent::deliver_local() {
   }
 }
 
-void Agent::read_agent(int rank) {
-  Channel& channel = agents_[static_cast<size_t>(rank)];
+void Agent::read_agent(int agent) {
+  Channel& channel = agents_[static_cast<size_t>(agent)];
   channel.flush();
   while (true) {
     Result<std::optional<Message>> message = channel.try_receive();
     if (!message.ok()) {
       loop_.remove(channel.fd());
       channel.close();
-      return coordinator_->on_agent_lost(rank);
+      return agent_lost(agent);
     }
     if (!message->has_value()) return;
-    coordinator_->on_message(rank, std::move(**message));
+    coordinator_->on_message(agent, std::move(**message));
   }
 }
 
@@ -73,8 +73,7 @@ void Agent::read_coordinator() {
     if (!message.ok()) {
       loop_.remove(coordinator_channel_.fd());
       coordinator_channel_.close();
-      if (!leaving_) stop_now(kExitFailure);  // agent 0 is gone, and with it the job
-      return;
+      return coordinator_lost();
     }
     if (!message->has_value()) return;
     from_coordinator(std::move(**message));
@@ -83,50 +82,48 @@ void Agent::read_coordinator() {
 
 void Agent::from_coordinator(Message m) {
   if (m.type == MessageType::kEnd) return stop_now(static_cast<int>(m.value));
-  if (!processes_ || leaving_) return;
+  if (held_.empty() || leaving_) return;
   switch (m.type) {
     case MessageType::kPeer:
       return add_peer(std::move(m));
-    case MessageType::kAnnounce:
-      return processes_->announce(m.generation);
-    case MessageType::kVerdict:
-      return processes_->deliver(unpack<Verdict>(m.body), m.incarnation);
-    case MessageType::kKill:
-      return processes_->kill_late(m.incarnation);
-    case MessageType::kSave:
-      return snapshots_->save(m.step, unpack<SaveTicket>(m.body));
-    case MessageType::kCommit:
-      return snapshots_->commit(m.step, std::move(m.body));
-    case MessageType::kSettled:
-      return snapshots_->settled(m.step, m.value == kSaved, m.body);
+    case MessageType::kAdopt:
+      return adopt(m);
     case MessageType::kLeave:
       leaving_ = true;
       exit_code_ = static_cast<int>(m.value);
       leave_due_ns_ = (MonotonicClock::now() + kLeavePatience).time_since_epoch().count();
-      snapshots_->end();
-      return processes_->leave();
+      for (auto& [rank, held] : held_) {
+        if (held.snapshots) held.snapshots->end();
+        if (held.processes) held.processes->leave();
+      }
+      return;
+    default:
+      break;
+  }
+  const auto held = held_.find(m.rank);
+  if (held != held_.end()) for_rank(held->second, std::move(m));
+}
+
+void Agent::for_rank(HeldRank& held, Message m) {
+  if (m.type == MessageType::kAnnounce) held.page->stop_generations_below(m.generation);
+  const bool about_saves =
+      m.type == MessageType::kSave || m.type == MessageType::kCommit || m.type == MessageType::kSettled;
+  if (!held.processes && about_saves) held.waiting.push_back(std::move(m));
+  if (!held.processes) return;  // verdicts are for processes that have reported
+  switch (m.type) {
+    case MessageType::kVerdict:
+      return held.processes->deliver(unpack<Verdict>(m.body), m.incarnation);
+    case MessageType::kKill:
+      return held.processes->kill_late(m.incarnation);
+    case MessageType::kSave:
+      return held.snapshots->save(m.step, unpack<SaveTicket>(m.body));
+    case MessageType::kCommit:
+      return held.snapshots->commit(m.step, std::move(m.body));
+    case MessageType::kSettled:
+      return held.snapshots->settled(m.step, m.value == kSaved, m.body);
     default:
       return;
   }
-}
-
-void Agent::add_peer(Message m) {
-  KTG_CHECK(m.fds.size() == 2) << m.fds.size() << " descriptors of rank " << m.rank;
-  Result<ControlPageMap> page = ControlPageMap::map(m.fds[1].get());
-  if (!page.ok()) {
-    Message failed;
-    failed.type = MessageType::kFailed;
-    failed.value = kExitFailure;
-    failed.body = page.status().message();
-    return to_coordinator(std::move(failed));
-  }
-  peer_pages_.push_back(std::move(*page));
-  child_.segment_fds[static_cast<size_t>(m.rank)] = std::move(m.fds[0]);
-  processes_->segment_known(m.rank);
-  if (peer_pages_.size() + 1 < static_cast<size_t>(start_.facts.world_size)) return;
-  std::vector<ControlPage*> pages{page_.get()};
-  for (const ControlPageMap& p : peer_pages_) pages.push_back(p.get());
-  processes_->set_host_pages(std::move(pages));
 }
 
 void Agent::on_signal() {
@@ -134,12 +131,14 @@ void Agent::on_signal() {
   while (::read(signals_.get(), &info, sizeof info) == sizeof info) {
     const bool may_insist = info.ssi_signo != SIGUSR1;  // Slurm sends SIGUSR1 first, SIGTERM later
     if (leaving_) continue;
-    if (page_.get() == nullptr || !running_ || (may_insist && num_stop_signals_ > 0)) {
+    if (held_.empty() || own().page.get() == nullptr || !running_ || (may_insist && num_stop_signals_ > 0)) {
       stop_now(128 + static_cast<int>(info.ssi_signo));
       continue;
     }
     num_stop_signals_ += may_insist;
-    if (page_->stop_requested.exchange(1) == 0 && start_.facts.rank == 0) {
+    bool asked_before = false;
+    for (auto& [rank, held] : held_) asked_before |= held.page->stop_requested.exchange(1) != 0;
+    if (!asked_before && start_.facts.rank == 0) {
       job_->plan.print(
           fmt::format("{}: finishing the step, saving, leaving\n", ::strsignal(static_cast<int>(info.ssi_signo))));
     }
@@ -151,32 +150,45 @@ void Agent::stop_now(int exit_code) {
   exit_code_ = exit_code;
   leave_due_ns_ = (MonotonicClock::now() + kEndPatience).time_since_epoch().count();
   if (coordinator_) coordinator_->end(exit_code, "");  // unless it is what asked for this
-  if (snapshots_) snapshots_->end();
-  if (processes_) processes_->end();
+  for (auto& [rank, held] : held_) {
+    if (held.snapshots) held.snapshots->end();
+    if (held.processes) held.processes->end();
+  }
 }
 
 // A worker whose counters stand still is asked about by ending the generation: those who still live answer.
 void Agent::watch_for_hangs() {
   const int64_t timeout_ms = start_.config.ok() ? start_.config->policy.hang_timeout_ms : 0;
-  if (!processes_ || leaving_ || timeout_ms == 0) return;
+  if (leaving_ || timeout_ms == 0) return;
+  for (auto& [rank, held] : held_) {
+    if (held.processes) watch_for_hang(rank, held, timeout_ms);
+  }
+}
+
+void Agent::watch_for_hang(int rank, HeldRank& held, int64_t timeout_ms) {
   const int64_t now_ns = monotonic_ns();
-  const auto [heartbeat, generation] = processes_->heartbeat();
-  if (heartbeat != heartbeat_ || generation == 0) {
-    heartbeat_ = heartbeat;
-    heartbeat_ns_ = now_ns;
+  const auto [heartbeat, generation] = held.processes->heartbeat();
+  if (heartbeat != held.heartbeat || generation == 0) {
+    held.heartbeat = heartbeat;
+    held.heartbeat_ns = now_ns;
     return;
   }
-  if (now_ns - heartbeat_ns_ < timeout_ms * kNsPerMs) return;
-  heartbeat_ns_ = now_ns;
+  if (now_ns - held.heartbeat_ns < timeout_ms * kNsPerMs) return;
+  held.heartbeat_ns = now_ns;
   Message m;
   m.type = MessageType::kTrouble;
   m.generation = generation;
   m.body = fmt::format("no sign of life for {} ms (recovery.hang_timeout_ms)", timeout_ms);
-  to_coordinator(std::move(m));
+  to_coordinator(rank, std::move(m));
+}
+
+bool Agent::all_gone() const {
+  return std::all_of(held_.begin(), held_.end(),
+                     [](const auto& entry) { return !entry.second.processes || entry.second.processes->all_gone(); });
 }
 
 int64_t Agent::due_ns() const {
-  int64_t due = leave_due_ns_;
+  int64_t due = std::min(leave_due_ns_, leaving_ ? kNever : adoption_due_ns_);
   if (coordinator_) due = std::min(due, coordinator_->due_ns());
   const int64_t timeout_ms = start_.config.ok() ? start_.config->policy.hang_timeout_ms : 0;
   // A quarter of it is fine enough for a hang, and rare enough not to disturb.
@@ -203,13 +215,16 @@ int Agent::run() {
   }
   make_thread_urgent();
   deliver_local();
-  while (!leaving_ || (processes_ && !processes_->all_gone()) || !everything_sent()) {
+  while (!leaving_ || !all_gone() || !everything_sent()) {
     if (leaving_ && monotonic_ns() >= leave_due_ns_) {
-      if (processes_ && !processes_->all_gone()) processes_->end();
+      for (auto& [rank, held] : held_) {
+        if (held.processes) held.processes->end();
+      }
       break;  // the destructors reap
     }
     loop_.run_once(due_ns());
     watch_for_hangs();
+    if (!leaving_) start_adopted();
     if (coordinator_ && !leaving_) coordinator_->tick();
     deliver_local();
   }

@@ -1,9 +1,11 @@
-// The agent's one class, shared by agent.cc (the control plane and the end) and agent_start.cc (the start).
+// The agent's one class, shared by agent.cc (the control plane and the end), agent_start.cc (the start) and
+// agent_adopt.cc (ranks whose agents die).
 #pragma once
 
 #include <cstdint>
 #include <deque>
 #include <limits>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -17,9 +19,8 @@
 #include "launch/coordinator.h"
 #include "launch/event_loop.h"
 #include "launch/exit_code.h"
+#include "launch/held_rank.h"
 #include "launch/meeting.h"
-#include "launch/rank_processes.h"
-#include "launch/snapshot_keeper.h"
 
 namespace kintsugi::launch {
 
@@ -45,18 +46,30 @@ class Agent {
   void all_here();
 
   // The control plane.
-  void to_coordinator(Message message);
+  void to_coordinator(int rank, Message message);
   void from_coordinator(Message message);
-  void add_peer(Message message);
-  void to_agent(int rank, Message message);
-  void read_agent(int rank);
+  void for_rank(HeldRank& held, Message message);
+  void to_agent(int agent, Message message);
+  void read_agent(int agent);
   void read_coordinator();
   void deliver_local();
+
+  // Ranks: the own one, the peers', and those that were adopted.
+  HeldRank& own() { return held_.at(start_.facts.rank); }
+  void hold(int rank, HeldRank& held);
+  void add_peer(Message message);
+  std::vector<ControlPage*> host_pages();
+  void agent_lost(int agent);
+  void coordinator_lost();
+  void adopt(const Message& message);
+  void start_adopted();
+  bool all_gone() const;
 
   void on_signal();
   void stop_now(int exit_code);
   int64_t due_ns() const;
   void watch_for_hangs();
+  void watch_for_hang(int rank, HeldRank& held, int64_t timeout_ms);
   bool everything_sent() const;
 
   AgentStart start_;
@@ -64,12 +77,13 @@ class Agent {
   Status start_status_;  // of this rank, before the meeting
   EventLoop loop_;
   UniqueFd signals_;
-  ControlPageMap page_;
-  ChildTemplate child_;
-  std::unique_ptr<RankProcesses> processes_;
-  std::unique_ptr<SnapshotKeeper> snapshots_;
   MeetingPoint point_;
-  std::vector<ControlPageMap> peer_pages_;
+  struct Peer {
+    UniqueFd page_fd;
+    ControlPageMap page;
+  };
+  std::map<int, Peer> peers_;  // the other ranks
+  int64_t adoption_due_ns_ = kNever;
 
   // Rank 0.
   std::optional<JobOpening> job_;
@@ -77,7 +91,7 @@ class Agent {
   std::vector<Channel> agents_;  // by rank; [0] is not open
   std::vector<Hello> hellos_;
   std::vector<std::string> failures_;           // messages of ranks that cannot start
-  std::vector<Message> peers_;                  // by rank: their segments and pages
+  std::vector<Message> memories_;               // by rank: their segments and pages
   std::deque<std::pair<bool, Message>> local_;  // between this agent and its coordinator; true: to the coordinator
   // Others.
   Channel coordinator_channel_;
@@ -88,7 +102,8 @@ class Agent {
   int exit_code_ = 0;
   int64_t leave_due_ns_ = kNever;
   int num_stop_signals_ = 0;
-  int64_t heartbeat_ = -1, heartbeat_ns_ = 0;
+  // By rank. Goes first: what its processes say last is reported to the members above.
+  std::map<int, HeldRank> held_;
 };
 
 }  // namespace kintsugi::launch

@@ -54,6 +54,7 @@ struct Hello {
   char token[64] = {};  // of the job: a stranger does not have it
   int32_t world_size = 0;
   int32_t exit_code = 0;  // 0: ready to start
+  int32_t local_rank = 0;
   uint64_t config_hash = 0;
 };
 

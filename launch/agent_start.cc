@@ -36,9 +36,10 @@ Status Agent::start_rank() {
   const RankFacts& facts = start_.facts;
   KTG_RETURN_IF_ERROR(start_.config.ok() ? ok_status() : start_.config.status());
   const AgentConfig& config = *start_.config;
-  KTG_ASSIGN_OR_RETURN(child_.page_fd, ControlPageMap::create_fd(facts.rank, config.num_snapshot_slots));
-  KTG_ASSIGN_OR_RETURN(page_, ControlPageMap::map(child_.page_fd.get()));
-  ChildSetup& setup = child_.setup;
+  HeldRank& held = held_[facts.rank];
+  KTG_ASSIGN_OR_RETURN(held.child.page_fd, ControlPageMap::create_fd(facts.rank, config.num_snapshot_slots));
+  KTG_ASSIGN_OR_RETURN(held.page, ControlPageMap::map(held.child.page_fd.get()));
+  ChildSetup& setup = held.child.setup;
   setup.rank = facts.rank;
   setup.world_size = facts.world_size;
   setup.local_rank = facts.local_rank;
@@ -48,19 +49,22 @@ Status Agent::start_rank() {
         fmt::format("--out: {} bytes of path, at most {}", config.out_dir.size(), sizeof setup.out_dir - 1));
   }
   std::memcpy(setup.out_dir, config.out_dir.c_str(), config.out_dir.size() + 1);
-  child_.config_toml = config.config_toml;
-  child_.segment_fds.resize(static_cast<size_t>(facts.world_size));
-  processes_ = std::make_unique<RankProcesses>(
-      loop_, *page_.get(), child_, config.spares, [this](Message m) { to_coordinator(std::move(m)); },
-      [this] { snapshots_->scan(); });
-  snapshots_ = std::make_unique<SnapshotKeeper>(loop_, *page_.get(), child_,
-                                                [this](Message m) { to_coordinator(std::move(m)); });
-  KTG_RETURN_IF_ERROR(processes_->start());
+  held.child.config_toml = config.config_toml;
+  held.child.segment_fds.resize(static_cast<size_t>(facts.world_size));
+  hold(facts.rank, held);
+  KTG_RETURN_IF_ERROR(held.processes->start());
   // Behind the worker's start: reserving its pages takes time that it needs for itself anyway.
-  KTG_ASSIGN_OR_RETURN(child_.segment_fds[static_cast<size_t>(facts.rank)],
+  KTG_ASSIGN_OR_RETURN(held.child.segment_fds[static_cast<size_t>(facts.rank)],
                        program_.create_segment(config, facts.rank, facts.world_size));
-  processes_->segment_known(facts.rank);
+  held.processes->segment_known(facts.rank);
   return ok_status();
+}
+
+void Agent::hold(int rank, HeldRank& held) {
+  const auto report = [this, rank](Message m) { to_coordinator(rank, std::move(m)); };
+  held.processes = std::make_unique<RankProcesses>(loop_, *held.page.get(), held.child, start_.config->spares,
+                                                   held.first_incarnation, report, [&held] { held.snapshots->scan(); });
+  held.snapshots = std::make_unique<SnapshotKeeper>(loop_, *held.page.get(), held.child, report);
 }
 
 Message Agent::hello() const {
@@ -68,6 +72,7 @@ Message Agent::hello() const {
   Hello h;
   point_.token.copy(h.token, sizeof h.token - 1);
   h.world_size = facts.world_size;
+  h.local_rank = facts.local_rank;
   h.exit_code = start_status_.ok() ? 0 : exit_code_of(start_status_);
   h.config_hash = start_.config.ok() ? hash_of(start_.config->config_toml) : 0;
   Message m;
@@ -75,7 +80,8 @@ Message Agent::hello() const {
   m.rank = facts.rank;
   m.body = pack(h) + start_status_.message();
   if (start_status_.ok()) {
-    for (const UniqueFd* fd : {&child_.segment_fds[static_cast<size_t>(facts.rank)], &child_.page_fd}) {
+    const ChildTemplate& child = held_.at(facts.rank).child;
+    for (const UniqueFd* fd : {&child.segment_fds[static_cast<size_t>(facts.rank)], &child.page_fd}) {
       m.fds.push_back(fd->duplicate());
     }
   }
@@ -136,7 +142,7 @@ void Agent::host(Deadline deadline) {
   agents_.resize(size);
   hellos_.resize(size);
   failures_.resize(size);
-  peers_.resize(size);
+  memories_.resize(size);
   open_job();
   on_hello(Channel(), hello());
   std::vector<Channel> strangers;  // connected, and have not said who they are
@@ -185,7 +191,7 @@ void Agent::on_hello(Channel channel, Message message) {
     hellos_[rank].exit_code = kExitBadConfig;
     failures_[rank] = "its configuration differs from rank 0's";
   }
-  peers_[rank] = std::move(message);
+  memories_[rank] = std::move(message);
   agents_[rank] = std::move(channel);
 }
 
@@ -197,23 +203,24 @@ void Agent::all_here() {
         c.fd(), [this, r] { read_agent(r); }, [&c] { return c.wants_to_write(); });
   }
   running_ = true;
+  for (const Hello& h : hellos_) job_->plan.local_ranks.push_back(h.local_rank);
   coordinator_ = std::make_unique<Coordinator>(
-      job_->plan, [this](int rank, Message m) { to_agent(rank, std::move(m)); }, job_->publish, monotonic_ns());
+      job_->plan, [this](int agent, Message m) { to_agent(agent, std::move(m)); }, job_->publish, monotonic_ns());
   for (size_t r = 0; r < hellos_.size(); ++r) {
     if (hellos_[r].exit_code == 0) continue;
     return coordinator_->end(hellos_[r].exit_code, r == 0 ? failures_[r] : fmt::format("rank {}: {}", r, failures_[r]));
   }
-  for (size_t r = 0; r < peers_.size(); ++r) {
-    for (size_t to = 0; to < peers_.size(); ++to) {
+  for (size_t r = 0; r < memories_.size(); ++r) {
+    for (size_t to = 0; to < memories_.size(); ++to) {
       if (to == r) continue;
       Message m;
       m.type = MessageType::kPeer;
       m.rank = static_cast<int32_t>(r);
-      for (const UniqueFd& fd : peers_[r].fds) m.fds.push_back(fd.duplicate());
+      for (const UniqueFd& fd : memories_[r].fds) m.fds.push_back(fd.duplicate());
       to_agent(static_cast<int>(to), std::move(m));
     }
   }
-  peers_.clear();
+  memories_.clear();
 }
 
 }  // namespace kintsugi::launch

@@ -47,6 +47,7 @@ enum class MessageType : uint32_t {
   kAnnounce,    // generation: all below are over
   kVerdict,     // generation; body: Verdict
   kKill,        // incarnation: it did not answer in time
+  kAdopt,       // rank, whose agent is gone: it is yours now. value = its local rank; incarnation: of its next process
   kSave,        // step; body: SaveTicket: write your shard
   kSettled,     // step; value = SaveOutcome; body: message
   kLeave,       // all ranks are complete: let the workers go, then end with value

@@ -52,6 +52,29 @@ Progress ControlPage::progress(int index) const {
   return p;
 }
 
+Progress ControlPage::newest_progress() const {
+  int newest = -1;
+  int64_t generation = 0;
+  for (int i = 0; i < kMaxIncarnations; ++i) {
+    const int64_t g = slots[i].verdict_generation.load(std::memory_order_acquire);
+    if (g <= generation) continue;
+    generation = g;
+    newest = i;
+  }
+  return newest < 0 ? Progress{} : progress(newest);
+}
+
+bool ControlPage::all_processes_ended() {
+  for (IncarnationSlot& slot : slots) {
+    const int error = pthread_mutex_trylock(&slot.life);
+    if (error == EBUSY) return false;
+    if (error == ENOTRECOVERABLE) continue;  // dead, and its agent died before it had said so
+    if (error == EOWNERDEAD) pthread_mutex_consistent(&slot.life);
+    pthread_mutex_unlock(&slot.life);
+  }
+  return true;
+}
+
 void ControlPage::stop_generations_below(int64_t generation) {
   int64_t now = stop_generation.load();
   while (now < generation && !stop_generation.compare_exchange_weak(now, generation)) {

@@ -68,6 +68,7 @@ struct ControlPage {
   // Generations below this are over: workers stop between two operations.
   alignas(64) std::atomic<int64_t> stop_generation;
   std::atomic<int32_t> stop_requested;  // a signal asked for: finish the step, save, leave
+  std::atomic<int32_t> obituary;        // of this rank's agent: an agent that sees its death speaks for all, once
 
   // Faults that fired, one bit an entry.
   std::atomic<uint64_t> faults_claimed[kMaxFaultEntries / 64];
@@ -87,6 +88,11 @@ struct ControlPage {
   // Makes a slot ready for a new process.
   void reset_slot(int index);
   Progress progress(int index) const;
+  // What is known of the process that was given the newest verdict; a rank without one has no progress.
+  Progress newest_progress() const;
+  // False while a process that locked its life mutex lives. For the one who takes the page over from a dead agent: it
+  // locks what it finds unlocked for a moment.
+  bool all_processes_ended();
   // generation >= stop_generation afterwards.
   void stop_generations_below(int64_t generation);
 };

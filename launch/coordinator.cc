@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "launch/exit_code.h"
@@ -20,11 +21,17 @@ Coordinator::Coordinator(const JobPlan& plan, Send send,
       saves_(plan.world_size, plan.run_id, plan.history_id, plan.parent_history_id, plan.parent_step,
              plan.resume_from.step),
       log_(plan.out_dir, plan.run_id),
-      incarnations_(static_cast<size_t>(plan.world_size), 0) {
+      incarnations_(static_cast<size_t>(plan.world_size), 0),
+      holders_(static_cast<size_t>(plan.world_size)),
+      lost_agents_(static_cast<size_t>(plan.world_size), false) {
+  std::iota(holders_.begin(), holders_.end(), 0);
   log_.start(plan.world_size, plan.launcher, plan.resume_from.step);
 }
 
-void Coordinator::on_message(int rank, Message message) {
+void Coordinator::on_message(int agent, Message message) {
+  const int rank = message.rank;
+  KTG_CHECK(rank >= 0 && rank < plan_.world_size && holders_[static_cast<size_t>(rank)] == agent)
+      << "agent " << agent << " speaks for rank " << rank;
   const int64_t now_ns = monotonic_ns();
   switch (message.type) {
     case MessageType::kParked:
@@ -113,8 +120,47 @@ void Coordinator::on_bad_checkpoint(int rank, const Message& message) {
   supervisor_.trouble(rank, message.generation, message.body, monotonic_ns());
 }
 
-void Coordinator::on_agent_lost(int rank) {
-  if (!ended_) end(1, fmt::format("the agent of rank {} is gone; --resume goes on from the newest checkpoint", rank));
+void Coordinator::on_agent_lost(int agent, const std::function<Progress(int)>& last_progress) {
+  if (ended_) return;
+  if (!plan_.ends_with_an_agent.empty()) {
+    return end(1, fmt::format("the agent of rank {} is gone, and {}; --resume goes on from the newest checkpoint",
+                              agent, plan_.ends_with_an_agent));
+  }
+  const int64_t now_ns = monotonic_ns();
+  lost_agents_[static_cast<size_t>(agent)] = true;
+  std::vector<int> orphans;
+  for (int r = 0; r < plan_.world_size; ++r) {
+    if (holders_[static_cast<size_t>(r)] == agent) orphans.push_back(r);
+  }
+  for (const int r : orphans) holders_[static_cast<size_t>(r)] = -1;
+  for (const int r : orphans) adopt(r, last_progress(r), now_ns);
+  act();
+}
+
+// The agent with the fewest ranks takes it; of several, the first.
+void Coordinator::adopt(int rank, const Progress& last, int64_t now_ns) {
+  int adopter = -1;
+  int64_t fewest = 0;
+  for (int a = 0; a < plan_.world_size; ++a) {
+    if (lost_agents_[static_cast<size_t>(a)]) continue;
+    const int64_t held = std::count(holders_.begin(), holders_.end(), a);
+    if (adopter >= 0 && held >= fewest) continue;
+    adopter = a;
+    fewest = held;
+  }
+  const int32_t pid = rosters_[rank].agent_pid;
+  holders_[static_cast<size_t>(rank)] = adopter;
+  plan_.print(fmt::format("warning: the agent of rank {} (pid {}) is gone; the agent of rank {} adopts the rank\n",
+                          rank, pid, adopter));
+  Message m;
+  m.type = MessageType::kAdopt;
+  m.value = plan_.local_ranks.at(static_cast<size_t>(rank));
+  m.incarnation = incarnations_[static_cast<size_t>(rank)] + 1;  // verdicts for the dead one are not for the next
+  send(rank, std::move(m));
+  saves_.keeper_lost(rank);
+  const Death death{.rank = rank, .pid = pid, .step = last.begun_step, .detected_ns = now_ns, .agent = true};
+  log_.death(death, supervisor_.generation());
+  supervisor_.died(death, last, now_ns);
 }
 
 void Coordinator::tick() {
@@ -137,16 +183,21 @@ void Coordinator::act() {
   }
 }
 
+void Coordinator::send(int rank, Message message) {
+  message.rank = rank;
+  const int agent = holders_[static_cast<size_t>(rank)];
+  if (agent >= 0) send_(agent, std::move(message));
+}
+
 void Coordinator::broadcast(const Message& message) {
   for (int r = 0; r < plan_.world_size; ++r) {
     Message copy;
     copy.type = message.type;
-    copy.rank = message.rank;
     copy.generation = message.generation;
     copy.step = message.step;
     copy.value = message.value;
     copy.body = message.body;
-    send_(r, std::move(copy));
+    send(r, std::move(copy));
   }
 }
 
@@ -155,11 +206,10 @@ void Coordinator::deliver(const Action& action) {
   for (int r = 0; r < plan_.world_size; ++r) {
     Message m;
     m.type = MessageType::kVerdict;
-    m.rank = r;
     m.incarnation = incarnations_[static_cast<size_t>(r)];
     m.generation = verdict.generation;
     m.body = pack(verdict);
-    send_(r, std::move(m));
+    send(r, std::move(m));
   }
   if (verdict.source != StateSource::kSurvivors) saves_.went_back_to(verdict.committed_step);
   log_.generation(verdict, action.text);
@@ -176,8 +226,7 @@ void Coordinator::act(Action& action) {
       return deliver(action);
     case Action::Kind::kKill:
       m.type = MessageType::kKill;
-      m.rank = action.rank;
-      return send_(action.rank, std::move(m));
+      return send(action.rank, std::move(m));
     case Action::Kind::kResumed:
       log_.recovered(*action.recovery);
       plan_.print(describe_recovery(*action.recovery));
@@ -206,14 +255,14 @@ void Coordinator::act(SaveAction& action) {
       m.type = MessageType::kCommit;
       m.body = pack(action.ticket);
       for (const std::string& record : action.records) m.body += record + "\n";
-      return send_(0, std::move(m));
+      return send(0, std::move(m));
     case SaveAction::Kind::kRetried:
       return plan_.print(fmt::format("warning: saving step {} again: {}\n", action.step, action.text));
     case SaveAction::Kind::kSettled:
       m.type = MessageType::kSettled;
       m.value = action.text.empty() ? kSaved : kSaveFailed;
       m.body = action.text;
-      if (action.rank >= 0) return send_(action.rank, std::move(m));
+      if (action.rank >= 0) return send(action.rank, std::move(m));
       broadcast(m);
       if (action.text.empty()) {
         log_.saved(action.step, action.seconds);

@@ -28,7 +28,9 @@ struct JobPlan {
   int world_size = 1;
   std::string launcher;  // "mpirun (Open MPI)", for people
   std::string run_id;
-  std::string out_dir;  // empty: nothing is written
+  std::string out_dir;             // empty: nothing is written
+  std::string ends_with_an_agent;  // why the launcher ends the job when one agent dies; empty: it does not
+  std::vector<int> local_ranks{};  // by rank
   SupervisorPolicy policy;
   CheckpointRef resume_from;
   std::string history_id;  // of the steps to come, and what they continue
@@ -43,14 +45,16 @@ struct JobPlan {
 
 class Coordinator {
  public:
-  using Send = std::function<void(int rank, Message message)>;
+  // Every message's `rank` is the rank that it is about; an agent may hold several.
+  using Send = std::function<void(int agent, Message message)>;
   // `publish(topic, payload)` takes the lines that workers publish.
   Coordinator(const JobPlan& plan, Send send, std::function<void(std::string_view, std::string_view)> publish,
               int64_t now_ns);
 
-  void on_message(int rank, Message message);
-  // A job without one of its agents cannot go on: the rank's worker died with it.
-  void on_agent_lost(int rank);
+  void on_message(int agent, Message message);
+  // The workers of its ranks died with it. Other agents adopt the ranks, unless the launcher is about to end the job;
+  // `last_progress` is what a rank's page still says.
+  void on_agent_lost(int agent, const std::function<Progress(int rank)>& last_progress);
   void tick();
   int64_t due_ns() const { return supervisor_.due_ns(); }
   // Ends at once, with this code.
@@ -61,7 +65,9 @@ class Coordinator {
   void act();
   void act(Action& action);
   void act(SaveAction& action);
+  void send(int rank, Message message);
   void broadcast(const Message& message);
+  void adopt(int rank, const Progress& last, int64_t now_ns);
   void deliver(const Action& action);
   void on_roster(int rank, const Roster& roster);
   void on_bad_checkpoint(int rank, const Message& message);
@@ -74,7 +80,9 @@ class Coordinator {
   RecoveryLog log_;
   std::map<int, Roster> rosters_;
   std::vector<int64_t> incarnations_;  // by rank: the one that parked last
-  std::string summary_;                // the lowest rank's
+  std::vector<int> holders_;  // by rank: its agent, named by the rank that it began with; -1: the agent is gone
+  std::vector<bool> lost_agents_;
+  std::string summary_;  // the lowest rank's
   int summary_rank_ = -1;
   bool table_due_ = true;  // once every rank has its spares
   bool ended_ = false;

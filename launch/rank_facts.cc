@@ -97,6 +97,7 @@ Result<RankFacts> from_flags(const RankFlags& flags) {
               .local_size = flags.local_size.value_or(*flags.world_size),
               .launcher = Launcher::kFlags,
               .launcher_name = "--rank",
+              .ends_with_a_process = {},
               .job_key = {}};
   KTG_RETURN_IF_ERROR(check(f));
   return f;
@@ -120,10 +121,15 @@ Result<RankFacts> find_rank_facts(const RankFlags& flags, const Environment& env
   if (env.has("RANK")) {
     KTG_ASSIGN_OR_RETURN(torchrun, from_variables(env, kTorchrunNames, Launcher::kTorchrun, "torchrun style"));
     torchrun->job_key = torchrun_key(env);
+    if (env.has("TORCHELASTIC_RUN_ID")) torchrun->ends_with_a_process = "torchrun ends the others";
   }
   if (env.has("OMPI_COMM_WORLD_RANK")) {
     KTG_ASSIGN_OR_RETURN(open_mpi, from_variables(env, kOpenMpiNames, Launcher::kOpenMpi, "mpirun"));
     open_mpi->job_key = env.text("PMIX_NAMESPACE");
+    const std::string recovers = env.text("OMPI_MCA_orte_enable_recovery");
+    if (recovers != "1" && recovers != "true") {
+      open_mpi->ends_with_a_process = "mpirun ends the others (--enable-recovery lets one of them adopt the rank)";
+    }
   }
   if (torchrun && open_mpi) KTG_RETURN_IF_ERROR(same(*torchrun, *open_mpi));
   if (open_mpi) return *open_mpi;  // where both agree, mpirun brings the ranks together without a port
@@ -132,6 +138,7 @@ Result<RankFacts> find_rank_facts(const RankFlags& flags, const Environment& env
   if (env.has("SLURM_PROCID") && env.has("SLURM_STEP_ID")) {
     KTG_ASSIGN_OR_RETURN(RankFacts f, from_variables(env, kSlurmNames, Launcher::kSlurm, "Slurm"));
     f.job_key = fmt::format("slurm-{}-{}", env.text("SLURM_JOB_ID"), env.text("SLURM_STEP_ID"));
+    if (env.text("SLURM_KILL_BAD_EXIT") == "1") f.ends_with_a_process = "SLURM_KILL_BAD_EXIT ends the others";
     return f;
   }
   if (env.has("PMIX_RANK")) {
@@ -139,6 +146,7 @@ Result<RankFacts> find_rank_facts(const RankFlags& flags, const Environment& env
     f.launcher = Launcher::kPmix;
     f.launcher_name = "PMIx (PMIX_RANK)";
     f.job_key = env.text("PMIX_NAMESPACE");
+    f.ends_with_a_process = "its launcher ends the others";
     KTG_ASSIGN_OR_RETURN(f.rank, env.number("PMIX_RANK"));
     f.world_size = 0;  // PMIx tells by MPI only
     return f;

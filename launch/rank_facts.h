@@ -18,8 +18,9 @@ struct RankFacts {
   int local_rank = 0;
   int local_size = 1;
   Launcher launcher = Launcher::kNone;
-  std::string launcher_name;  // "mpirun (OMPI_COMM_WORLD_RANK)": what was used
-  std::string job_key;        // the same on all ranks of a job, and on no other's at this time; empty: there is none
+  std::string launcher_name;        // "mpirun (OMPI_COMM_WORLD_RANK)": what was used
+  std::string ends_with_a_process;  // why the launcher ends the job when one of its processes dies; empty: it does not
+  std::string job_key;  // the same on all ranks of a job, and on no other's at this time; empty: there is none
 };
 
 struct RankFlags {

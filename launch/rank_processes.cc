@@ -44,7 +44,7 @@ Result<SpawnedChild> spawn_child(const char* role, const ChildTemplate& child, c
 }
 
 RankProcesses::RankProcesses(EventLoop& loop, ControlPage& page, const ChildTemplate& child, int64_t num_spares,
-                             Report report, std::function<void()> on_snapshot)
+                             int64_t first_incarnation, Report report, std::function<void()> on_snapshot)
     : loop_(loop),
       page_(page),
       child_(child),
@@ -52,6 +52,7 @@ RankProcesses::RankProcesses(EventLoop& loop, ControlPage& page, const ChildTemp
       report_(std::move(report)),
       on_snapshot_(std::move(on_snapshot)),
       watch_event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      next_incarnation_(first_incarnation),
       host_pages_{&page} {
   loop_.add(watch_event_.get(), [this] { on_watch_event(); });
 }

@@ -45,8 +45,9 @@ class RankProcesses {
  public:
   using Report = std::function<void(Message)>;
   // `report` takes what the coordinator must know, `on_snapshot` says that the page may hold a new one.
-  RankProcesses(EventLoop& loop, ControlPage& page, const ChildTemplate& child, int64_t num_spares, Report report,
-                std::function<void()> on_snapshot);
+  // Processes are numbered from `first_incarnation`.
+  RankProcesses(EventLoop& loop, ControlPage& page, const ChildTemplate& child, int64_t num_spares,
+                int64_t first_incarnation, Report report, std::function<void()> on_snapshot);
   // Kills and reaps all that is left.
   ~RankProcesses();
 
@@ -107,7 +108,7 @@ class RankProcesses {
   const std::function<void()> on_snapshot_;
   UniqueFd watch_event_;
   std::list<Incarnation> incarnations_;
-  int64_t next_incarnation_ = 1;
+  int64_t next_incarnation_;
   int64_t wasted_spares_ = 0;  // in a row that ended before they were ready
   bool leaving_ = false;
   std::atomic<int64_t> delivered_generation_{0};

@@ -60,7 +60,7 @@ Json to_json(const Death& d, int64_t origin_ns) {
   out["rank"] = d.rank;
   out["pid"] = d.pid;
   out["step"] = d.step;
-  out["cause"] = d.hung ? "hung" : d.fault_ns != 0 ? "fault.kill" : "died";
+  out["cause"] = d.agent ? "agent died" : d.hung ? "hung" : d.fault_ns != 0 ? "fault.kill" : "died";
   out["killed_t_ns"] = d.fault_ns != 0 ? Json(d.fault_ns - origin_ns) : Json();
   out["detected_t_ns"] = d.detected_ns - origin_ns;
   return out;
@@ -95,8 +95,8 @@ std::string describe_recovery(const Recovery& r) {
   const RecoveryPhases p = phases_of(r);
   std::string who;
   for (const Death& d : r.deaths) {
-    who += fmt::format("{}rank {} (pid {}) {} at step {}", who.empty() ? "" : ", ", d.rank, d.pid,
-                       d.hung ? "hung" : "died", d.step);
+    who += fmt::format("{}{}rank {} (pid {}) {} at step {}", who.empty() ? "" : ", ", d.agent ? "the agent of " : "",
+                       d.rank, d.pid, d.hung ? "hung" : "died", d.step);
   }
   if (who.empty()) who = r.cause;
   return fmt::format(

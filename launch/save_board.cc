@@ -77,6 +77,13 @@ void SaveBoard::committed(int64_t step, int64_t number, int64_t outcome, const s
   std::erase_if(saves_, [step](const auto& entry) { return entry.first <= step; });
 }
 
+void SaveBoard::keeper_lost(int rank) {
+  for (auto& [step, save] : saves_) {
+    if (save.given_up || !save.records[static_cast<size_t>(rank)].empty()) continue;
+    attempt_failed(step, kWriterLost, "the agent of rank " + std::to_string(rank) + " is gone");
+  }
+}
+
 void SaveBoard::attempt_failed(int64_t step, int64_t outcome, const std::string& why) {
   Save& save = saves_.at(step);
   if (outcome == kWriterLost && save.attempts < kMaxAttempts) {

@@ -41,6 +41,8 @@ class SaveBoard {
   void handed(int rank, int64_t step, int64_t cursor, int64_t now_ns);
   void written(int rank, int64_t step, int64_t number, int64_t outcome, std::string body);
   void committed(int64_t step, int64_t number, int64_t outcome, const std::string& body, int64_t now_ns);
+  // The agent of `rank` is gone, and with it the answers to what it was asked: its shards are asked for again.
+  void keeper_lost(int rank);
   // The steps to come belong to this history; `durable_step` is what it goes on from.
   void continue_history(const std::string& run_id, const std::string& parent_run_id, int64_t parent_step,
                         int64_t durable_step);

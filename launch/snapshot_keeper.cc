@@ -31,6 +31,19 @@ void SnapshotKeeper::report(MessageType type, int64_t step, int64_t number, int6
   report_(std::move(m));
 }
 
+void SnapshotKeeper::take_over() {
+  bool anything = false;
+  for (int i = 0; i < page_.num_snapshot_slots; ++i) {
+    SnapshotSlot& s = page_.snapshots[i];
+    int32_t writing = kWriting;
+    s.state.compare_exchange_strong(writing, kHandedOver);
+    anything = anything || s.state.load(std::memory_order_acquire) == kHandedOver;
+  }
+  // A handover that had been given back and not settled is nobody's any more; its worker is dead.
+  if (!anything) page_.settled_sequence = page_.handed_sequence.load();
+  scan();
+}
+
 void SnapshotKeeper::scan() {
   std::vector<Handover> fresh;
   for (int i = 0; i < page_.num_snapshot_slots; ++i) {

@@ -26,6 +26,8 @@ class SnapshotKeeper {
   SnapshotKeeper(EventLoop& loop, ControlPage& page, const ChildTemplate& child, Report report);
   ~SnapshotKeeper();
 
+  // The page had another keeper, who died: what it had taken and not settled is taken again. Before anything else.
+  void take_over();
   // Takes what was handed over since the last call.
   void scan();
   // The coordinator's ticket for an attempt at `step`, which replaces an earlier one.

@@ -19,6 +19,10 @@ int64_t step_at_death(const Progress& last, const Verdict& verdict) {
   return std::max(last.begun_step, verdict.committed_step + 1);
 }
 
+std::string what_happened(const Death& d) {
+  return fmt::format("{}rank {} {}", d.agent ? "the agent of " : "", d.rank, d.hung ? "hung" : "died");
+}
+
 }  // namespace
 
 Supervisor::Supervisor(int world_size, const SupervisorPolicy& policy, CheckpointRef resume_from, int64_t now_ns)
@@ -55,7 +59,7 @@ void Supervisor::died(const Death& death, const Progress& last, int64_t now_ns) 
     return end(1, fmt::format("rank {} died {} times {} (recovery.max_restarts = {}): giving up", death.rank, r.deaths,
                               where, policy_.max_restarts));
   }
-  if (!gathering_) begin_generation(fmt::format("rank {} {} {}", death.rank, d.hung ? "hung" : "died", where), now_ns);
+  if (!gathering_) begin_generation(what_happened(d) + " " + where, now_ns);
   r.phase = Phase::kStarting;
   r.since_ns = now_ns;
   r.progress = {};
@@ -63,7 +67,7 @@ void Supervisor::died(const Death& death, const Progress& last, int64_t now_ns) 
   if (!recovery_) return;  // a death before the first generation is part of the start
   if (recovery_->deaths.empty()) {
     recovery_->began_ns = std::min(recovery_->began_ns, d.detected_ns);
-    recovery_->cause = fmt::format("rank {} {} {}", death.rank, d.hung ? "hung" : "died", where);
+    recovery_->cause = what_happened(d) + " " + where;
   }
   recovery_->deaths.push_back(d);
   if (d.announced_ns != 0) recovery_->announced_ns = d.announced_ns;

@@ -35,6 +35,7 @@ struct Death {
   int64_t detected_ns = 0;
   int64_t announced_ns = 0;  // all stop words of this host were raised
   bool hung = false;         // killed by its agent for being late
+  bool agent = false;        // its agent died, and it with it; the pid is the agent's
 };
 
 // One recovery: from the first death to the first step that every rank began. Times are CLOCK_MONOTONIC ns, 0: did not

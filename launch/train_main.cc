@@ -73,6 +73,7 @@ Result<JobOpening> open_job(const TrainOptions& options, const AgentConfig& agen
                   .launcher = facts.launcher_name,
                   .run_id = run_id,
                   .out_dir = options.out_dir,
+                  .ends_with_an_agent = facts.ends_with_a_process,
                   .policy = agent.policy,
                   .resume_from = folder.resume_from,
                   .history_id = folder.history.run_id,
