@@ -20,8 +20,12 @@ struct PagedShape {
 
 struct PagedAttentionKernels {
   // o[s,h,:] over positions 0 .. context_lens[s]-1 (the new token's k and v already written); zeros when that is 0.
+  // `workspace`: decode_workspace_bytes() of this shape or of one with more sequences. It holds zeros before its first
+  // use, and between calls it is nobody else's. A sequence's result does not depend on the others.
   KernelError (*decode)(void* o, const void* q, const void* k_cache, const void* v_cache, const int32_t* block_tables,
-                        const int32_t* context_lens, const PagedShape& shape, DType dtype, StreamHandle stream);
+                        const int32_t* context_lens, const PagedShape& shape, DType dtype, void* workspace,
+                        StreamHandle stream);
+  int64_t (*decode_workspace_bytes)(const PagedShape& shape, DType dtype);
   // Scatters N tokens' k and v rows (K, D), strides between tokens as given, into the cache at
   // slots[n] = kv_block * P + offset (int64; negative: skip the token).
   KernelError (*write_kv)(void* k_cache, void* v_cache, const void* k, const void* v, const int64_t* slots, int64_t N,

@@ -17,7 +17,8 @@ TransformerOptions transformer_options(const EngineOptions& options) {
   return {.dtype = options.dtype,
           .max_tokens = std::max(options.max_context, options.max_batch),
           .max_seq_len = options.max_context,
-          .training = false};
+          .training = false,
+          .max_decode = options.max_batch};
 }
 
 int64_t inputs_and_logits_bytes(const ModelConfig& model, const EngineOptions& options) {

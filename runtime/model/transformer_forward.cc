@@ -88,7 +88,7 @@ Status TransformerImpl::attention_forward(const Pass& pass, int64_t l, const Uni
         N, H(), K(), D(), cache.kv_block_tokens(), cache.block_table_width(), QKV(), H() * D(), shape.scale};
     KTG_RETURN_IF_ERROR(
         stream.launched(k_.paged_attention->decode(a.o, a.qkv, cache.k_cache(l), cache.v_cache(l), cache.block_tables(),
-                                                   cache.context_lens(), paged, dtype, s),
+                                                   cache.context_lens(), paged, dtype, a_.decode_workspace, s),
                         "attention.decode"));
   } else {
     if (pass.sink != nullptr) KTG_RETURN_IF_ERROR(pass.sink->write(l, keys, values, N, QKV(), QKV(), stream));

@@ -42,6 +42,9 @@ struct Activations {
   double* loss;        // (1)
   int32_t* positions;  // (N): n % T of the latest training batch
   float* cos_sin;      // (max_seq_len, D); RoPE only
+  // Without training: for the decode step's attention, zeros before its first use. Null when it needs none.
+  void* decode_workspace;
+  int64_t decode_workspace_bytes;
   // Backward.
   void* d_stream;  // (N, C) T
   void* d_branch;  // (N, C) T: the same memory as branch

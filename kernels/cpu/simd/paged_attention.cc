@@ -151,12 +151,16 @@ KernelError decode_all(T* o, const T* q, const T* k_cache, const T* v_cache, con
 }
 
 KernelError decode(void* o, const void* q, const void* k_cache, const void* v_cache, const int32_t* block_tables,
-                   const int32_t* context_lens, const PagedShape& shape, DType dtype, StreamHandle) {
+                   const int32_t* context_lens, const PagedShape& shape, DType dtype, void* /*workspace*/,
+                   StreamHandle) {
   return for_storage(dtype, [&]<class T>(T*) {
     return decode_all(static_cast<T*>(o), static_cast<const T*>(q), static_cast<const T*>(k_cache),
                       static_cast<const T*>(v_cache), block_tables, context_lens, shape);
   });
 }
+
+// Scratch belongs to the thread (scratch.h).
+int64_t decode_workspace_bytes(const PagedShape&, DType) { return 0; }
 
 KernelError write_kv(void* k_cache, void* v_cache, const void* k, const void* v, const int64_t* slots, int64_t N,
                      int64_t K, int64_t D, int64_t k_stride, int64_t v_stride, DType dtype, StreamHandle) {
@@ -177,7 +181,7 @@ KernelError write_kv(void* k_cache, void* v_cache, const void* k, const void* v,
 }  // namespace
 
 const PagedAttentionKernels& paged_attention() {
-  static constexpr PagedAttentionKernels kTable{decode, write_kv};
+  static constexpr PagedAttentionKernels kTable{decode, decode_workspace_bytes, write_kv};
   return kTable;
 }
 

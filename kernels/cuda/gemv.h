@@ -1,0 +1,23 @@
+// Matrix products of a few rows: y = x W^T + b with N tokens of a decode step, where reading W once is the whole cost.
+//   N rows (tokens)   I input width   O output width
+// Reference: reference::gemm().linear_forward. Memory bound: moves 2 I O bytes of weights.
+#pragma once
+
+#include "kernels/types.h"
+
+namespace kintsugi::kernels::cuda {
+
+// The most rows that gemv() takes.
+inline constexpr int64_t kMaxGemvRows = 32;
+
+// Whether gemv() computes this product: bf16, 1 <= N <= kMaxGemvRows, I a multiple of 8.
+bool gemv_applies(int64_t N, int64_t I, int64_t O, DType dtype);
+
+// y (N, O), x (N, I), w (O, I) bf16, x and w 16-byte aligned; bias (O) fp32 or null. Sums in fp32 in an order that
+// depends on I alone: a row has the same bits whatever the other rows are and however many.
+// Reads w before earlier work on the stream is done (launch.cuh): no kernel that lets its successor begin early may
+// write it. Asynchronous; cudaErrorInvalidValue where gemv_applies() is false.
+KernelError gemv(void* y, const void* x, const void* w, const float* bias, int64_t N, int64_t I, int64_t O, DType dtype,
+                 StreamHandle stream);
+
+}  // namespace kintsugi::kernels::cuda

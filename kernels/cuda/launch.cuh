@@ -1,0 +1,31 @@
+// Launches that may begin before the work in front of them has ended. Internal to kernels/cuda.
+//
+// A kernel launched by launch_overlapped() may start while its predecessor in the stream still runs, once every block
+// of that has called allow_next(). Until wait_for_previous() it must touch nothing that earlier kernels write or read
+// for their results; after it everything before is complete and visible. So what such a kernel reads ahead (weights)
+// must never be written by a kernel that calls allow_next(). Recorded into CUDA graphs as such edges.
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace kintsugi::kernels::cuda {
+
+__device__ inline void wait_for_previous() { cudaGridDependencySynchronize(); }
+__device__ inline void allow_next() { cudaTriggerProgrammaticLaunchCompletion(); }
+
+template <class... Parameters, class... Arguments>
+cudaError_t launch_overlapped(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream,
+                              Arguments... arguments) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+}
+
+}  // namespace kintsugi::kernels::cuda

@@ -1,0 +1,132 @@
+// kernels/paged_attention.h on the device: the launches of paged_decode.cuh, and the scatter of new keys and values.
+#include <algorithm>
+
+#include "kernels/cuda/paged_decode.cuh"
+
+namespace kintsugi::kernels::cuda {
+namespace {
+
+constexpr int64_t kMaxHeadSize = 256;
+// Blocks that keep the device busy with one sequence: two for each of about 132 multiprocessors. A constant, because
+// the number of splits is part of what a result's bits depend on.
+constexpr int64_t kBlocksForOneSequence = 256;
+
+int64_t head_groups(const PagedShape& s) { return (s.H / s.K + kHeadsPerBlock - 1) / kHeadsPerBlock; }
+
+// At most this many splits for contexts of any length.
+int64_t most_splits(const PagedShape& s) {
+  const int64_t groups = s.K * head_groups(s);
+  if (s.S * groups > kCounters) return 1;  // more than enough blocks without splits, and no counters left
+  return std::clamp<int64_t>((kBlocksForOneSequence + groups - 1) / groups, 1, kMaxSplits);
+}
+
+int64_t num_splits(const PagedShape& s) {
+  const int64_t context = s.block_table_width * s.kv_block_tokens;
+  return std::clamp<int64_t>((context + kSplitUnit - 1) / kSplitUnit, 1, most_splits(s));
+}
+
+int64_t decode_workspace_bytes(const PagedShape& s, DType) {
+  const int64_t splits = most_splits(s), rows = s.S * s.H * splits;
+  return splits == 1 ? 0 : kCounters * 4 + rows * (8 + s.D * 4);
+}
+
+// 16-byte loads need it of every row.
+bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+bool fits(const void* q, const void* k_cache, const void* v_cache, const PagedShape& s, DType dtype) {
+  if (s.D < 8 || s.D > kMaxHeadSize || s.D % 8 != 0 || s.K < 1 || s.H % s.K != 0 || s.kv_block_tokens < 1) return false;
+  if (s.S * num_splits(s) > INT32_MAX || s.block_table_width > INT32_MAX || s.K * head_groups(s) > 65535) return false;
+  if (dtype == DType::kF32) return true;
+  return aligned(q) && aligned(k_cache) && aligned(v_cache) && s.q_stride % 8 == 0;
+}
+
+KernelError decode(void* o, const void* q, const void* k_cache, const void* v_cache, const int32_t* block_tables,
+                   const int32_t* context_lens, const PagedShape& s, DType dtype, void* workspace,
+                   StreamHandle stream) {
+  if (s.S == 0) return kKernelOk;
+  if (!fits(q, k_cache, v_cache, s, dtype)) return cudaErrorInvalidValue;
+  const int64_t splits = num_splits(s);
+  if (splits > 1 && workspace == nullptr) return cudaErrorInvalidValue;
+  PagedArguments a{};
+  a.o = o;
+  a.q = q;
+  a.k_cache = k_cache;
+  a.v_cache = v_cache;
+  a.block_tables = block_tables;
+  a.context_lens = context_lens;
+  if (splits > 1) {
+    a.counters = static_cast<unsigned*>(workspace);
+    a.partial_ml = reinterpret_cast<float2*>(a.counters + kCounters);
+    a.partial = reinterpret_cast<float*>(a.partial_ml + s.S * s.H * splits);
+  }
+  a.H = static_cast<int>(s.H);
+  a.K = static_cast<int>(s.K);
+  a.D = static_cast<int>(s.D);
+  a.P = static_cast<int>(s.kv_block_tokens);
+  a.width = static_cast<int>(s.block_table_width);
+  a.splits = static_cast<int>(splits);
+  a.head_groups = static_cast<int>(head_groups(s));
+  a.q_stride = s.q_stride;
+  a.o_stride = s.o_stride;
+  a.scale_log2 = s.scale * kLog2E;
+  const dim3 grid(static_cast<unsigned>(s.S * splits), static_cast<unsigned>(s.K * head_groups(s)));
+  const auto launch = [&](void (*kernel)(PagedArguments)) {
+    return launch_overlapped(kernel, grid, dim3(kDecodeThreads), static_cast<cudaStream_t>(stream), a);
+  };
+  if (dtype == DType::kF32) {
+    if (s.D <= 64) return launch(paged_decode_f32_kernel<2>);
+    return s.D <= 128 ? launch(paged_decode_f32_kernel<4>) : launch(paged_decode_f32_kernel<8>);
+  }
+  if (s.D <= 64) return launch(paged_decode_bf16_kernel<1>);
+  return s.D <= 128 ? launch(paged_decode_bf16_kernel<2>) : launch(paged_decode_bf16_kernel<4>);
+}
+
+// One thread moves one Piece of a token's keys and the same of its values.
+template <class Piece>
+__global__ void write_kv_kernel(Piece* k_cache, Piece* v_cache, const Piece* k, const Piece* v, const int64_t* slots,
+                                int64_t N, int64_t row, int64_t k_stride, int64_t v_stride) {
+  allow_next();
+  wait_for_previous();
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= N * row) return;
+  const int64_t n = i / row, at = i % row, slot = slots[n];
+  if (slot < 0) return;
+  k_cache[slot * row + at] = k[n * k_stride + at];
+  v_cache[slot * row + at] = v[n * v_stride + at];
+}
+
+template <class Piece>
+KernelError launch_write_kv(void* k_cache, void* v_cache, const void* k, const void* v, const int64_t* slots, int64_t N,
+                            int64_t row, int64_t k_stride, int64_t v_stride, StreamHandle stream) {
+  constexpr int64_t kThreads = 256;
+  const int64_t blocks = (N * row + kThreads - 1) / kThreads;
+  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+  return launch_overlapped(write_kv_kernel<Piece>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
+                           static_cast<cudaStream_t>(stream), static_cast<Piece*>(k_cache),
+                           static_cast<Piece*>(v_cache), static_cast<const Piece*>(k), static_cast<const Piece*>(v),
+                           slots, N, row, k_stride, v_stride);
+}
+
+KernelError write_kv(void* k_cache, void* v_cache, const void* k, const void* v, const int64_t* slots, int64_t N,
+                     int64_t K, int64_t D, int64_t k_stride, int64_t v_stride, DType dtype, StreamHandle stream) {
+  if (N == 0 || K * D == 0) return kKernelOk;
+  const int64_t per_piece = 16 / size_of(dtype);
+  if (K * D % per_piece == 0 && k_stride % per_piece == 0 && v_stride % per_piece == 0 && aligned(k_cache) &&
+      aligned(v_cache) && aligned(k) && aligned(v)) {
+    return launch_write_kv<uint4>(k_cache, v_cache, k, v, slots, N, K * D / per_piece, k_stride / per_piece,
+                                  v_stride / per_piece, stream);
+  }
+  if (dtype == DType::kF32) {
+    return launch_write_kv<uint32_t>(k_cache, v_cache, k, v, slots, N, K * D, k_stride, v_stride, stream);
+  }
+  return launch_write_kv<uint16_t>(k_cache, v_cache, k, v, slots, N, K * D, k_stride, v_stride, stream);
+}
+
+}  // namespace
+
+const PagedAttentionKernels& paged_attention() {
+  static constexpr PagedAttentionKernels kTable{decode, decode_workspace_bytes, write_kv};
+  return kTable;
+}
+
+}  // namespace kintsugi::kernels::cuda

@@ -1,0 +1,303 @@
+// Decode attention over the paged cache on the device: what paged_attention.cu launches. Internal to kernels/cuda.
+//   S sequences   H, K, D heads, key/value heads, head size   P tokens in a kv_block
+//
+// A block of four warps takes one split of one sequence's positions for up to 8 query heads of one key/value head, so
+// the cache is read once for all of them. Positions [0, length) are cut into equal splits of a multiple of 64; how many
+// there are at most depends on shapes alone, so a recorded launch serves every length. Each split leaves a maximum, a
+// sum and an unnormalised output a query head; the block that arrives last joins them in ascending order. So a
+// result has the same bits whatever else is in the batch.
+// Method: Dao et al., Flash-Decoding (2023).
+#pragma once
+
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/mma.cuh"
+#include "kernels/paged_attention.h"
+
+namespace kintsugi::kernels::cuda {
+
+constexpr int kDecodeWarps = 4;
+constexpr int kDecodeThreads = 32 * kDecodeWarps;
+constexpr int kTile = 16;                         // positions that a warp takes at a time
+constexpr int kSplitUnit = kTile * kDecodeWarps;  // a split's length is a multiple of this
+constexpr int kHeadsPerBlock = 8;                 // query heads: columns of an mma
+constexpr int kMaxSplits = 64;
+constexpr int kCounters = 32768;  // at the workspace's start
+constexpr float kLog2E = 1.4426950408889634f;
+
+struct PagedArguments {
+  void* o;
+  const void* q;
+  const void* k_cache;
+  const void* v_cache;
+  const int32_t* block_tables;
+  const int32_t* context_lens;
+  unsigned* counters;  // (S, gridDim.y): splits that have arrived; zero between launches
+  float* partial;      // (S, H, splits, D)
+  float2* partial_ml;  // (S, H, splits): maximum and sum
+  int H, K, D, P, width, splits, head_groups;
+  int64_t q_stride, o_stride;
+  float scale_log2;  // scores are kept in units of log 2
+};
+
+// What a block works on.
+struct DecodeItem {
+  int sequence, split, first_head, num_heads, kv_head;
+  int begin, end;  // positions
+  int active;      // splits that have any position; at least 1
+
+  __device__ explicit DecodeItem(const PagedArguments& a) {
+    sequence = static_cast<int>(blockIdx.x) / a.splits;
+    split = static_cast<int>(blockIdx.x) % a.splits;
+    kv_head = static_cast<int>(blockIdx.y) / a.head_groups;
+    const int group = a.H / a.K, first = static_cast<int>(blockIdx.y) % a.head_groups * kHeadsPerBlock;
+    first_head = kv_head * group + first;
+    num_heads = min(kHeadsPerBlock, group - first);
+    const int length = a.context_lens[sequence];
+    const int share = (length + a.splits - 1) / a.splits;
+    const int chunk = max(1, (share + kSplitUnit - 1) / kSplitUnit) * kSplitUnit;
+    begin = split * chunk;
+    end = min(length, begin + chunk);
+    active = max(1, (length + chunk - 1) / chunk);
+  }
+};
+
+// First element of a position's row of the cache, of this block's key/value head.
+__device__ inline int64_t row_of(const PagedArguments& a, const DecodeItem& item, int position) {
+  const int64_t block = a.block_tables[static_cast<int64_t>(item.sequence) * a.width + position / a.P];
+  return ((block * a.P + position % a.P) * a.K + item.kv_head) * a.D;
+}
+
+// What the warps of a block leave, and room to join splits in.
+template <int kMaxD>
+struct DecodeShared {
+  float m[kDecodeWarps][kHeadsPerBlock], l[kDecodeWarps][kHeadsPerBlock];
+  float o[kDecodeWarps][kHeadsPerBlock][kMaxD + 8];
+  float2 ml[kHeadsPerBlock][kMaxSplits];
+  bool last;
+};
+
+__device__ inline void put(float* p, float x) { *p = x; }
+__device__ inline void put(__nv_bfloat16* p, float x) { *p = __float2bfloat16_rn(x); }
+
+// exp2(m - max) with the convention that an empty part (m = -inf) weighs nothing.
+__device__ inline float weight(float m, float max) { return m == -INFINITY ? 0.0f : exp2f(m - max); }
+
+// Joins the warps of the block, and, in the block that arrives last, the splits of the sequence.
+template <class T, int kMaxD>
+__device__ void finish(const PagedArguments& a, const DecodeItem& item, DecodeShared<kMaxD>& shared) {
+  __syncthreads();
+  const int64_t row = static_cast<int64_t>(item.sequence) * a.H + item.first_head;  // of the first query head
+  T* const o = static_cast<T*>(a.o) + item.sequence * a.o_stride + static_cast<int64_t>(item.first_head) * a.D;
+  const int count = item.num_heads * a.D;
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kDecodeThreads) {
+    const int h = i / a.D, d = i % a.D;
+    float max = shared.m[0][h], sum = 0.0f, value = 0.0f;
+    for (int w = 1; w < kDecodeWarps; ++w) max = fmaxf(max, shared.m[w][h]);
+    for (int w = 0; w < kDecodeWarps; ++w) {
+      const float f = weight(shared.m[w][h], max);
+      sum += f * shared.l[w][h];
+      value += f * shared.o[w][h][d];
+    }
+    if (item.active == 1) {
+      put(o + i, sum == 0.0f ? 0.0f : value / sum);
+    } else {
+      const int64_t at = (row + h) * a.splits + item.split;
+      a.partial[at * a.D + d] = value;
+      if (d == 0) a.partial_ml[at] = make_float2(max, sum);
+    }
+  }
+  if (item.active == 1) return;
+
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const auto last = static_cast<unsigned>(item.active - 1);
+    shared.last = atomicInc(a.counters + static_cast<int64_t>(item.sequence) * gridDim.y + blockIdx.y, last) == last;
+  }
+  __syncthreads();
+  if (!shared.last) return;
+  __threadfence();
+  for (int i = static_cast<int>(threadIdx.x); i < item.num_heads * item.active; i += kDecodeThreads) {
+    const int h = i / item.active, split = i % item.active;
+    shared.ml[h][split] = __ldcg(a.partial_ml + (row + h) * a.splits + split);
+  }
+  __syncthreads();
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kDecodeThreads) {
+    const int h = i / a.D, d = i % a.D;
+    const float* const part = a.partial + (row + h) * a.splits * a.D + d;
+    float max = shared.ml[h][0].x, sum = 0.0f, value = 0.0f;
+    for (int split = 1; split < item.active; ++split) max = fmaxf(max, shared.ml[h][split].x);
+#pragma unroll 8
+    for (int split = 0; split < item.active; ++split) {
+      const float f = weight(shared.ml[h][split].x, max);
+      sum += f * shared.ml[h][split].y;
+      value += f * __ldcg(part + static_cast<int64_t>(split) * a.D);
+    }
+    put(o + i, sum == 0.0f ? 0.0f : value / sum);
+  }
+}
+
+// bf16 on the tensor cores. Scores: (16 positions, D) keys times (D, 8 heads) queries; output: (D, 16 positions)
+// values times (16 positions, 8 heads) weights. Both operands come straight from memory in 16-byte pieces: keys in
+// mma_32's order of k, values with rows d permuted (row r of step (j, i) is d = 64 j + 8 r + 2 i, row r + 8 is d + 1).
+//   kChunks: D <= 64 kChunks
+template <int kChunks>
+__global__ void __launch_bounds__(kDecodeThreads) paged_decode_bf16_kernel(const PagedArguments a) {
+  __shared__ DecodeShared<64 * kChunks> shared;
+  allow_next();
+  wait_for_previous();
+  const DecodeItem item(a);
+  if (item.split >= item.active) return;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, r = lane / 4,
+            c = lane % 4;
+  const auto* const k_cache = static_cast<const __nv_bfloat16*>(a.k_cache);
+  const auto* const v_cache = static_cast<const __nv_bfloat16*>(a.v_cache);
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+
+  uint4 q[2 * kChunks];
+  const auto* const q_row = static_cast<const __nv_bfloat16*>(a.q) + item.sequence * a.q_stride +
+                            static_cast<int64_t>(item.first_head + r) * a.D;
+#pragma unroll
+  for (int j = 0; j < 2 * kChunks; ++j) {
+    const int d = 32 * j + 8 * c;
+    q[j] = r < item.num_heads && d < a.D ? *reinterpret_cast<const uint4*>(q_row + d) : zero;
+  }
+
+  float o[4 * kChunks][4] = {};
+  float m[2] = {-INFINITY, -INFINITY}, l[2] = {0.0f, 0.0f};  // of heads 2c and 2c + 1; l of this lane's positions
+  for (int tile = item.begin + warp * kTile; tile < item.end; tile += kSplitUnit) {
+    const int mine = tile + lane % kTile;
+    const int64_t row = mine < item.end ? row_of(a, item, mine) : -1;
+    const int64_t k_rows[2] = {__shfl_sync(~0u, row, r), __shfl_sync(~0u, row, r + 8)};
+    const int64_t v_rows[4] = {__shfl_sync(~0u, row, 2 * c), __shfl_sync(~0u, row, 2 * c + 1),
+                               __shfl_sync(~0u, row, 2 * c + 8), __shfl_sync(~0u, row, 2 * c + 9)};
+    uint4 k[2][2 * kChunks], v[4][kChunks];
+#pragma unroll
+    for (int j = 0; j < 2 * kChunks; ++j) {
+      const int d = 32 * j + 8 * c;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) k[i][j] = k_rows[i] >= 0 && d < a.D ? load_stream(k_cache + k_rows[i] + d) : zero;
+    }
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j) {
+      const int d = 64 * j + 8 * r;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[i][j] = v_rows[i] >= 0 && d < a.D ? load_stream(v_cache + v_rows[i] + d) : zero;
+    }
+
+    float s[4] = {};
+#pragma unroll
+    for (int j = 0; j < 2 * kChunks; ++j) mma_32(s, k[0][j], k[1][j], q[j]);
+    float correction[2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[i] = tile + r + 8 * (i / 2) < item.end ? s[i] * a.scale_log2 : -INFINITY;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float max = fmaxf(s[i], s[i + 2]);
+      for (int offset = 4; offset < 32; offset *= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, offset));
+      max = fmaxf(max, m[i]);
+      correction[i] = weight(m[i], max);
+      m[i] = max;
+      s[i] = weight(s[i], max);
+      s[i + 2] = weight(s[i + 2], max);
+      l[i] = l[i] * correction[i] + s[i] + s[i + 2];
+    }
+    const uint32_t p0 = transpose_8x8(pack_bf16(s[0], s[1])), p1 = transpose_8x8(pack_bf16(s[2], s[3]));
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float(&acc)[4] = o[4 * j + i];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[e] *= correction[e % 2];
+        const uint32_t w0 = reinterpret_cast<const uint32_t*>(&v[0][j])[i],
+                       w1 = reinterpret_cast<const uint32_t*>(&v[1][j])[i],
+                       w2 = reinterpret_cast<const uint32_t*>(&v[2][j])[i],
+                       w3 = reinterpret_cast<const uint32_t*>(&v[3][j])[i];
+        mma(acc, __byte_perm(w0, w1, 0x5410), __byte_perm(w0, w1, 0x7632), __byte_perm(w2, w3, 0x5410),
+            __byte_perm(w2, w3, 0x7632), p0, p1);
+      }
+    }
+  }
+
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    for (int offset = 4; offset < 32; offset *= 2) l[i] += __shfl_xor_sync(~0u, l[i], offset);
+    if (r == 0) {
+      shared.m[warp][2 * c + i] = m[i];
+      shared.l[warp][2 * c + i] = l[i];
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kChunks; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float(&acc)[4] = o[4 * j + i];
+      const int d = 64 * j + 8 * r + 2 * i;
+      *reinterpret_cast<float2*>(&shared.o[warp][2 * c][d]) = make_float2(acc[0], acc[2]);
+      *reinterpret_cast<float2*>(&shared.o[warp][2 * c + 1][d]) = make_float2(acc[1], acc[3]);
+    }
+  }
+  finish<__nv_bfloat16>(a, item, shared);
+}
+
+// fp32: for checks rather than speed. A warp takes one position at a time, its lanes D.
+//   kPerLane: D <= 32 kPerLane
+template <int kPerLane>
+__global__ void __launch_bounds__(kDecodeThreads) paged_decode_f32_kernel(const PagedArguments a) {
+  __shared__ DecodeShared<32 * kPerLane> shared;
+  allow_next();
+  wait_for_previous();
+  const DecodeItem item(a);
+  if (item.split >= item.active) return;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const auto* const k_cache = static_cast<const float*>(a.k_cache);
+  const auto* const v_cache = static_cast<const float*>(a.v_cache);
+  const float* const q_rows =
+      static_cast<const float*>(a.q) + item.sequence * a.q_stride + static_cast<int64_t>(item.first_head) * a.D;
+
+  float q[kHeadsPerBlock][kPerLane], o[kHeadsPerBlock][kPerLane] = {}, m[kHeadsPerBlock], l[kHeadsPerBlock] = {};
+#pragma unroll
+  for (int h = 0; h < kHeadsPerBlock; ++h) {
+    m[h] = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int d = lane + 32 * i;
+      q[h][i] = h < item.num_heads && d < a.D ? q_rows[static_cast<int64_t>(h) * a.D + d] * a.scale_log2 : 0.0f;
+    }
+  }
+  for (int position = item.begin + warp; position < item.end; position += kDecodeWarps) {
+    const int64_t row = row_of(a, item, position);
+    float k[kPerLane], v[kPerLane];
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int d = lane + 32 * i;
+      k[i] = d < a.D ? k_cache[row + d] : 0.0f;
+      v[i] = d < a.D ? v_cache[row + d] : 0.0f;
+    }
+#pragma unroll
+    for (int h = 0; h < kHeadsPerBlock; ++h) {
+      float score = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) score += q[h][i] * k[i];
+      for (int offset = 16; offset > 0; offset /= 2) score += __shfl_xor_sync(~0u, score, offset);
+      const float max = fmaxf(m[h], score), correction = weight(m[h], max), p = weight(score, max);
+      m[h] = max;
+      l[h] = l[h] * correction + p;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) o[h][i] = o[h][i] * correction + p * v[i];
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < kHeadsPerBlock; ++h) {
+    if (lane == 0) {
+      shared.m[warp][h] = m[h];
+      shared.l[warp][h] = l[h];
+    }
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) shared.o[warp][h][lane + 32 * i] = o[h][i];
+  }
+  finish<float>(a, item, shared);
+}
+
+}  // namespace kintsugi::kernels::cuda
