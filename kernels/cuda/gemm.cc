@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include "kernels/cuda/gemm_kernels.h"
+#include "kernels/cuda/gemv.h"
 #include "kernels/cuda/library_handles.h"
 #include "kernels/cuda/matmul.h"
 
@@ -27,6 +28,7 @@ KernelError linear_forward(void* y, const void* x, const void* w, const float* b
                            DType dtype, StreamHandle stream) {
   if (N < 0 || I < 1 || O < 1) return cudaErrorInvalidValue;
   if (N == 0) return kKernelOk;
+  if (gemv_applies(N, I, O, dtype) && aligned(x) && aligned(w)) return gemv(y, x, w, bias, N, I, O, dtype, stream);
   void* scratch = nullptr;
   if (const KernelError error = stream_scratch(&scratch, stream); error != kKernelOk) return error;
   const void* added = bias;

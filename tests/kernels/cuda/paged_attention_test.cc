@@ -145,7 +145,7 @@ TEST_P(CudaPagedAttentionTest, HeadSizesThatItCannotTakeAreRefused) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Types, CudaPagedAttentionTest, ::testing::Values(DType::kF32, DType::kBF16),
-                         [](const auto& info) { return name_of(info.param); });
+                         [](const auto& tested) { return name_of(tested.param); });
 
 }  // namespace
 }  // namespace kintsugi::kernels
