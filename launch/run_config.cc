@@ -5,6 +5,7 @@
 #include <filesystem>
 
 #include "runtime/base/file_system.h"
+#include "runtime/cuda/cuda_backend.h"
 #include "runtime/data/tokenizer.h"
 
 namespace kintsugi::launch {
@@ -90,6 +91,11 @@ void describe(ConfigTable& table, TrainingConfig& config) {
       "training.micro_batch_size", &config.micro_batch_size,
       "sequences of one forward and backward; 0: a rank's whole share. Fixed order runs one virtual shard instead");
   table.add("training.deterministic", &config.deterministic, "use no kernel whose result differs from run to run");
+  table.add("training.recompute", &config.recompute,
+            "what backward computes again instead of keeping it: less memory, the same bits",
+            {"none", "norms_and_activations", "attention", "block"});
+  table.add("training.cuda_graphs", &config.cuda_graphs,
+            "on a GPU, launch whole recorded steps; off: kernel by kernel");
   table.add("training.eval_every", &config.eval_every, "steps between validation losses; 0: never");
   table.add("training.eval_samples", &config.eval_samples, "sequences of a validation loss; 0: all there are");
 }
@@ -118,6 +124,8 @@ void describe(ConfigTable& table, LogOptions& config) {
 }
 
 void describe(ConfigTable& table, RunConfig& config) {
+  table.add("device", &config.device, "auto: a GPU where the program was built with CUDA and the machine has one",
+            {"auto", "cpu", "cuda"});
   describe(table, config.training);
   runtime::describe(table, config.data);
   runtime::describe(table, config.model);
@@ -181,6 +189,28 @@ Status RunConfig::validate(int world_size) const {
 
 Result<parallel::BatchLayout> RunConfig::batch_layout(int rank, int world_size) const {
   return parallel::plan_batch(training.global_batch_size, training.micro_batch_size, parallelism, rank, world_size);
+}
+
+Status RunConfig::resolve_device() {
+  if (device == "cpu") return ok_status();
+  std::error_code ignored;
+  const bool has_gpu =
+      std::filesystem::exists("/dev/nvidiactl", ignored) || std::filesystem::exists("/dev/dxg", ignored);
+  if (device == "auto") {
+    device = runtime::built_with_cuda() && has_gpu ? "cuda" : "cpu";
+    return ok_status();
+  }
+  if (!runtime::built_with_cuda()) {
+    return invalid_argument(
+        "device = \"cuda\": this program was built without CUDA (cmake --preset cuda-release builds one with it); "
+        "\"cpu\" trains without a GPU");
+  }
+  if (!has_gpu) {
+    return invalid_argument(
+        "device = \"cuda\": no NVIDIA driver is loaded here (there is no /dev/nvidiactl); \"cpu\" trains without a "
+        "GPU");
+  }
+  return ok_status();
 }
 
 std::string RunConfig::to_toml() const {

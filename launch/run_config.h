@@ -20,16 +20,19 @@
 namespace kintsugi::launch {
 
 struct TrainingConfig {
-  int64_t steps = 100;            // optimizer steps of the whole run; a resumed run goes on to this number
-  int64_t schedule_steps = 0;     // steps that the learning-rate curve spans; 0: `steps`
-  int64_t seed = 1;               // of initial weights and of the order of samples
-  std::string dtype = "fp32";     // activations and matmul operands; master weights and moments are fp32 always
-  int64_t seq_len = 256;          // T
-  int64_t global_batch_size = 8;  // sequences of a step, all ranks together
-  int64_t micro_batch_size = 0;   // sequences of one forward and backward; 0: a rank's whole share
-  bool deterministic = true;      // no kernel whose result differs from run to run
-  int64_t eval_every = 0;         // steps between validation losses (the last step's too); 0: never
-  int64_t eval_samples = 64;      // sequences of a validation loss; 0: all there are
+  int64_t steps = 100;             // optimizer steps of the whole run; a resumed run goes on to this number
+  int64_t schedule_steps = 0;      // steps that the learning-rate curve spans; 0: `steps`
+  int64_t seed = 1;                // of initial weights and of the order of samples
+  std::string dtype = "fp32";      // activations and matmul operands; master weights and moments are fp32 always
+  int64_t seq_len = 256;           // T
+  int64_t global_batch_size = 8;   // sequences of a step, all ranks together
+  int64_t micro_batch_size = 0;    // sequences of one forward and backward; 0: a rank's whole share
+  bool deterministic = true;       // no kernel whose result differs from run to run
+  std::string recompute = "none";  // what backward computes again instead of keeping: "none",
+                                   // "norms_and_activations", "attention", "block"; more of it, less memory
+  bool cuda_graphs = true;         // launch recorded steps; off: every kernel by itself
+  int64_t eval_every = 0;          // steps between validation losses (the last step's too); 0: never
+  int64_t eval_samples = 64;       // sequences of a validation loss; 0: all there are
 
   int64_t horizon() const { return schedule_steps == 0 ? steps : schedule_steps; }
   Status validate() const;
@@ -62,6 +65,7 @@ void describe(ConfigTable& table, MetricsConfig& config);
 void describe(ConfigTable& table, LogOptions& config);
 
 struct RunConfig {
+  std::string device = "auto";  // "cpu", "cuda", or "auto": a GPU where the program and the machine have one
   TrainingConfig training;
   runtime::DataConfig data;
   runtime::ModelConfig model;
@@ -84,6 +88,10 @@ struct RunConfig {
   // Everything that can be refused before memory is taken or a file is written, for this number of ranks.
   Status validate(int world_size) const;
   Result<parallel::BatchLayout> batch_layout(int rank, int world_size) const;
+  // Turns device "auto" into "cuda" or "cpu". kInvalidArgument when "cuda" is asked for and cannot be. Looks for device
+  // files only, because agents stay free of the driver; the worker finds out whether it works.
+  Status resolve_device();
+  bool on_cuda() const { return device == "cuda"; }
   kernels::DType dtype() const { return training.dtype == "bf16" ? kernels::DType::kBF16 : kernels::DType::kF32; }
 
   std::string to_toml() const;

@@ -32,7 +32,8 @@ namespace {
 const char* environment(const char* name) { return std::getenv(name); }
 
 Result<AgentConfig> configure(const TrainOptions& options, int world_size) {
-  KTG_ASSIGN_OR_RETURN(const RunConfig config, RunConfig::load(options.config_path, options.sets));
+  KTG_ASSIGN_OR_RETURN(RunConfig config, RunConfig::load(options.config_path, options.sets));
+  KTG_RETURN_IF_ERROR(config.resolve_device());
   KTG_RETURN_IF_ERROR(config.validate(world_size));
   if (config.fault.kill.size() > kMaxFaultEntries) {
     return invalid_argument(

@@ -34,10 +34,23 @@ struct WorkerEnvironment {
 
   std::function<Status()> die;  // at a point of fault.kill; null: SIGKILL to itself
 
+  // What the trainer computes with; null: it makes one, as the configuration's `device` says.
+  std::shared_ptr<runtime::Backend> backend;
+
   // This rank's heap. A live worker of the same rank may be using it while a spare is created, so create() maps and
   // touches it but writes nothing. At least plan_memory().heap_bytes().
   comm::SymmetricHeap* heap = nullptr;
   std::function<Result<std::unique_ptr<comm::Communicator>>(const comm::Membership&, StopToken)> create_communicator;
+
+  // On a GPU. Weights, moments, gradients and the vote's records lie here, at least plan_memory().state_heap_bytes();
+  // null: memory of the trainer's own. On the CPU they lie in `heap`, and this is not looked at.
+  comm::SymmetricHeap* state_heap = nullptr;
+  // Collectives over device memory, on the streams they are given; create_communicator's then carries host memory only.
+  // Null at one rank, which talks to nobody. `before_abort` shuts the gate through which updates go: whoever aborts
+  // work in flight on the device, for whatever reason, calls it first, from any thread.
+  std::function<Result<std::unique_ptr<comm::Communicator>>(const comm::Membership&, StopToken,
+                                                            std::function<void()> before_abort)>
+      create_device_communicator;
 };
 
 // Fills in heap and create_communicator: processes of one machine, segments[r] is rank r's. A job of one rank has one,

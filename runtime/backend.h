@@ -20,6 +20,8 @@ namespace kintsugi::runtime {
 using kernels::DType;
 
 enum class DeviceKind { kCpu, kCuda };
+// Work on a high-priority stream is given the device first: communication, which others wait for.
+enum class StreamPriority { kNormal, kHigh };
 class Stream;
 
 // Owner of one block of device memory (or, by wrap(), a view of memory that something else owns).
@@ -123,7 +125,8 @@ class Backend {
   virtual Result<Buffer> allocate(int64_t size_bytes, std::string_view what) = 0;
   // To be called by the thread that will use the stream: on the CPU it also sets that thread's number of OpenMP
   // threads.
-  virtual Result<std::unique_ptr<Stream>> create_stream() = 0;
+  virtual Result<std::unique_ptr<Stream>> create_stream(StreamPriority priority) = 0;
+  Result<std::unique_ptr<Stream>> create_stream() { return create_stream(StreamPriority::kNormal); }
   // Any direction, ordered on `stream`.
   virtual Status copy(void* dst, const void* src, int64_t size_bytes, Stream& stream) = 0;
   virtual Status zero(void* dst, int64_t size_bytes, Stream& stream) = 0;

@@ -53,7 +53,8 @@ class CpuBackend final : public Backend {
     return Buffer(data, size_bytes, [](void* p) { std::free(p); });
   }
 
-  Result<std::unique_ptr<Stream>> create_stream() override {
+  using Backend::create_stream;
+  Result<std::unique_ptr<Stream>> create_stream(StreamPriority) override {
     kernels::cpu::set_num_threads(num_threads_);
     return std::unique_ptr<Stream>(std::make_unique<CpuStream>());
   }

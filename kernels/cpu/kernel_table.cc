@@ -18,6 +18,7 @@ const KernelTable& kernels() {
   static const KernelTable kTable = [] {
     KernelTable table = *best_isa().families;
     table.gemm = &gemm();
+    table.vote = reference::kernels().vote;
     table.error_text = reference::kernels().error_text;
     return table;
   }();

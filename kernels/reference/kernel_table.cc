@@ -11,9 +11,8 @@ std::string errno_text(KernelError error) { return std::strerror(error); }
 }  // namespace
 
 const KernelTable& kernels() {
-  static const KernelTable kTable{&gemm(),      &attention(),  &paged_attention(), &norm(),
-                                  &rope(),      &activation(), &embedding(),       &cross_entropy(),
-                                  &optimizer(), &reduce(),     errno_text};
+  static const KernelTable kTable{&gemm(),      &attention(),     &paged_attention(), &norm(),   &rope(), &activation(),
+                                  &embedding(), &cross_entropy(), &optimizer(),       &reduce(), &vote(), errno_text};
   return kTable;
 }
 

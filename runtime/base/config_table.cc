@@ -263,17 +263,21 @@ bool ConfigTable::was_set(std::string_view path) const {
 }
 
 std::string ConfigTable::to_toml() const {
-  std::vector<std::string> sections;
+  const auto section_of = [](const Entry& e) {
+    const size_t dot = e.path.rfind('.');
+    return dot == std::string::npos ? std::string() : e.path.substr(0, dot);
+  };
+  std::vector<std::string> sections = {""};  // keys without a section come first: TOML has no way back to the top
   for (const Entry& e : entries_) {
-    const std::string section = e.path.substr(0, e.path.rfind('.'));
+    const std::string section = section_of(e);
     if (std::find(sections.begin(), sections.end(), section) == sections.end()) sections.push_back(section);
   }
   std::string out;
   for (const std::string& section : sections) {
-    out += (out.empty() ? "[" : "\n[") + section + "]\n";
+    if (!section.empty()) out += (out.empty() ? "[" : "\n[") + section + "]\n";
     for (const Entry& e : entries_) {
-      if (e.path.substr(0, e.path.rfind('.')) != section) continue;
-      out += e.path.substr(section.size() + 1) + " = " + (e.rows != nullptr ? rows_text(*e.rows) : to_text(e.field)) + "\n";
+      if (section_of(e) != section) continue;
+      out += e.path.substr(section.empty() ? 0 : section.size() + 1) + " = " + (e.rows != nullptr ? rows_text(*e.rows) : to_text(e.field)) + "\n";
     }
   }
   return out;

@@ -15,6 +15,8 @@ class StopToken {
   StopToken(const std::atomic<int64_t>* word, int64_t generation) : word_(word), generation_(generation) {}
   bool requested() const { return word_ != nullptr && word_->load(std::memory_order_acquire) > generation_; }
   int64_t generation() const { return generation_; }
+  // The word itself, for those that cannot call requested(): kernels. Null: never stops.
+  const std::atomic<int64_t>* word() const { return word_; }
 
  private:
   const std::atomic<int64_t>* word_ = nullptr;

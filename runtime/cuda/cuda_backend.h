@@ -25,6 +25,9 @@ struct CudaDevices {
 // Makes no context, but loads the driver: not for agents, which must stay free of it.
 CudaDevices count_cuda_devices();
 
+// Whether this program can use a GPU at all. Touches nothing.
+bool built_with_cuda();
+
 // kFailedPrecondition: no such device, or one older than compute capability 9.0 (both numbers named).
 Result<std::unique_ptr<Backend>> create_cuda_backend(const CudaBackendOptions& options);
 

@@ -8,6 +8,8 @@ constexpr const char* kWhy = "this program was built without CUDA (cmake --prese
 
 }  // namespace
 
+bool built_with_cuda() { return false; }
+
 CudaDevices count_cuda_devices() { return {.count = 0, .why_none = kWhy}; }
 
 Result<std::unique_ptr<Backend>> create_cuda_backend(const CudaBackendOptions&) { return failed_precondition(kWhy); }

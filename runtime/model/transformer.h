@@ -63,16 +63,14 @@ class FlatUnitAccess final : public UnitAccess {
   bool accumulate_ = false;
 };
 
+// Both arrays lie in memory that the backend's kernels read.
 struct MicroBatch {
   const int32_t* inputs;   // (B, T) ids in [0, V)
   const int32_t* targets;  // (B, T) ids, or kIgnoredTarget
   int64_t B, T;
 };
 
-struct LossSums {
-  double loss = 0;         // sum over valid targets, natural log
-  int64_t num_tokens = 0;  // valid targets
-};
+using kernels::LossSums;
 
 // Receives each layer's keys and values (N, K, D rows of the compute dtype, strides in elements between tokens,
 // RoPE and QK-norm applied) during prefill: the paged cache's write.
@@ -96,12 +94,24 @@ class PagedCacheView {
   virtual int64_t block_table_width() const = 0;
 };
 
+// What backward computes again instead of keeping it from forward. The gradients have the same bits in each case.
+enum class Recompute {
+  kNone,
+  kNormsAndActivations,  // outputs of norms and of the feed-forward layer's activation: cheap to repeat
+  kAttention,            // these, and attention's output
+  kBlock,                // everything but the residual stream that enters each block
+};
+// "none", "norms_and_activations", "attention", "block".
+Result<Recompute> parse_recompute(std::string_view name);
+
 struct TransformerOptions {
   DType dtype = DType::kF32;  // activations and matmul operands
   int64_t max_tokens = 0;     // the most B * T of any call
   int64_t max_seq_len = 0;    // the longest T of any call
   bool training = true;       // plan buffers for backward
   int64_t max_decode = 0;     // the most sequences of a decode(); 0: max_tokens. Without training only
+  Recompute recompute = Recompute::kNone;
+  bool deterministic = true;  // false: attention's backward may sum in an order that varies
 };
 
 class Transformer {
@@ -120,7 +130,8 @@ class Transformer {
   // All calls return kInvalidArgument when the batch exceeds the options, and kAborted between two operations once the
   // stream's stop token says so: buffers then hold a half-done step, and the next call simply overwrites them.
   // No call takes memory from the backend.
-  // Gradient of the SUM of token losses into `access`. `sums` (host memory) is filled when the stream reaches it.
+  // Gradient of the SUM of token losses into `access`. `sums` lies in memory that the backend's kernels write (device
+  // memory, or Backend::allocate_host()'s); it is filled when the stream reaches it.
   virtual Status forward_backward(const MicroBatch& batch, UnitAccess& access, LossSums* sums, Stream& stream) = 0;
   virtual Status forward_loss(const MicroBatch& batch, UnitAccess& access, LossSums* sums, Stream& stream) = 0;
   // logits (N, V) of the compute dtype, the same bits as inside forward_backward; `last_only` writes (B, V), the last

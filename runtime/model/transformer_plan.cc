@@ -43,6 +43,15 @@ int64_t decode_workspace_bytes(const ModelConfig& config, const TransformerOptio
 
 }  // namespace
 
+Result<Recompute> parse_recompute(std::string_view name) {
+  if (name == "none") return Recompute::kNone;
+  if (name == "norms_and_activations") return Recompute::kNormsAndActivations;
+  if (name == "attention") return Recompute::kAttention;
+  if (name == "block") return Recompute::kBlock;
+  return invalid_argument("recompute = \"" + std::string(name) +
+                          "\": must be \"none\", \"norms_and_activations\", \"attention\" or \"block\"");
+}
+
 kernels::AttentionShape attention_shape(const ModelConfig& config, int64_t B, int64_t T) {
   const int64_t H = config.num_heads, K = config.kv_heads(), D = config.head_size();
   const int64_t stride = (H + 2 * K) * D;

@@ -1,0 +1,309 @@
+#include "runtime/cuda/cuda_backend.h"
+
+#include <cuda_runtime_api.h>
+#include <sched.h>
+
+#include <thread>
+
+namespace kintsugi::runtime {
+namespace {
+
+constexpr int kLeastMajor = 9, kLeastMinor = 0;  // compute capability: what the kernels are compiled for
+
+std::string text_of(cudaError_t error) {
+  return std::string(cudaGetErrorString(error)) + " (" + cudaGetErrorName(error) + ")";
+}
+
+// Errors that say something of one call; after any other the context, and with it this process, is of no more use.
+bool is_of_one_call(cudaError_t error) {
+  switch (error) {
+    case cudaErrorInvalidValue:
+    case cudaErrorMemoryAllocation:
+    case cudaErrorInvalidConfiguration:
+    case cudaErrorInvalidDevicePointer:
+    case cudaErrorInvalidDeviceFunction:
+    case cudaErrorInvalidDevice:
+    case cudaErrorInvalidResourceHandle:
+    case cudaErrorInvalidSymbol:
+    case cudaErrorInvalidKernelImage:
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorLaunchOutOfResources:
+    case cudaErrorHostMemoryAlreadyRegistered:
+    case cudaErrorHostMemoryNotRegistered:
+    case cudaErrorNotSupported:
+    case cudaErrorNotPermitted:
+    case cudaErrorSymbolNotFound:
+    case cudaErrorStreamCaptureUnsupported:
+    case cudaErrorStreamCaptureInvalidated:
+    case cudaErrorStreamCaptureMerge:
+    case cudaErrorStreamCaptureUnmatched:
+    case cudaErrorStreamCaptureUnjoined:
+    case cudaErrorStreamCaptureIsolation:
+    case cudaErrorStreamCaptureImplicit:
+    case cudaErrorStreamCaptureWrongThread:
+    case cudaErrorCapturedEvent:
+    case cudaErrorGraphExecUpdateFailure:
+      return true;
+    default:
+      return false;
+  }
+}
+
+Status status_of(cudaError_t error, std::string_view what) {
+  if (error == cudaSuccess) return ok_status();
+  (void)cudaGetLastError();  // one that is not sticky must not be taken for the next call's
+  std::string message = std::string(what) + ": " + text_of(error);
+  if (error == cudaErrorMemoryAllocation) return resource_exhausted(std::move(message));
+  return is_of_one_call(error) ? internal_error(std::move(message)) : device_lost(std::move(message));
+}
+
+cudaStream_t raw(const Stream& stream) { return static_cast<cudaStream_t>(stream.handle()); }
+
+class CudaStream final : public Stream {
+ public:
+  CudaStream(cudaStream_t stream, const kernels::KernelTable& kernels) : stream_(stream), kernels_(kernels) {}
+  ~CudaStream() override { (void)cudaStreamDestroy(stream_); }  // after a lost device it fails, as all does
+  kernels::StreamHandle handle() const override { return stream_; }
+
+  Status synchronize(Deadline deadline) override {
+    for (int polls = 0;; ++polls) {
+      const cudaError_t state = cudaStreamQuery(stream_);
+      if (state == cudaSuccess) return ok_status();
+      if (state != cudaErrorNotReady) return status_of(state, "waiting for queued work");
+      if (stop_token().requested()) return aborted("stopped while work was queued");
+      if (deadline.passed()) return deadline_exceeded("queued work has not ended");
+      if (polls < 1000) {
+        sched_yield();
+      } else {
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+      }
+    }
+  }
+
+  Status launched(kernels::KernelError error, const char* what) const override {
+    if (error == kernels::kKernelOk) [[likely]]
+      return Stream::launched(error, what);
+    (void)cudaGetLastError();
+    const std::string message = std::string(what) + ": " + kernels_.error_text(error);
+    const auto code = static_cast<cudaError_t>(error);
+    if (code == cudaErrorMemoryAllocation) return resource_exhausted(message);
+    // A library's failure may be the device's: what the device itself says decides.
+    const cudaError_t device = cudaStreamQuery(stream_);
+    if (device != cudaSuccess && device != cudaErrorNotReady && !is_of_one_call(device)) {
+      return device_lost(message + "; the device: " + text_of(device));
+    }
+    return internal_error(message);
+  }
+
+ private:
+  const cudaStream_t stream_;
+  const kernels::KernelTable& kernels_;
+};
+
+class CudaEvent final : public Event {
+ public:
+  explicit CudaEvent(cudaEvent_t event) : event_(event) {}
+  ~CudaEvent() override { (void)cudaEventDestroy(event_); }
+  Status record(Stream& stream) override { return status_of(cudaEventRecord(event_, raw(stream)), "event record"); }
+  Status wait_on(Stream& stream) override {
+    return status_of(cudaStreamWaitEvent(raw(stream), event_, 0), "wait for an event");
+  }
+  Result<bool> reached() const override {
+    const cudaError_t state = cudaEventQuery(event_);
+    if (state == cudaSuccess) return true;
+    if (state == cudaErrorNotReady) return false;
+    return status_of(state, "event query");
+  }
+
+ private:
+  const cudaEvent_t event_;
+};
+
+class CudaGraph final : public Graph {
+ public:
+  CudaGraph(cudaGraphExec_t exec, int64_t num_operations) : exec_(exec), num_operations_(num_operations) {}
+  ~CudaGraph() override { (void)cudaGraphExecDestroy(exec_); }
+  int64_t num_operations() const override { return num_operations_; }
+  Status launch(Stream& stream) override { return status_of(cudaGraphLaunch(exec_, raw(stream)), "graph launch"); }
+
+ private:
+  const cudaGraphExec_t exec_;
+  const int64_t num_operations_;
+};
+
+class CudaBackend final : public Backend {
+ public:
+  CudaBackend(int device, const cudaDeviceProp& properties)
+      : device_(device), properties_(properties), table_(kernels::cuda::kernels()) {}
+
+  DeviceKind kind() const override { return DeviceKind::kCuda; }
+
+  std::string description() const override {
+    int driver = 0, runtime = 0;
+    (void)cudaDriverGetVersion(&driver);
+    (void)cudaRuntimeGetVersion(&runtime);
+    const auto version = [](int v) { return std::to_string(v / 1000) + "." + std::to_string(v % 1000 / 10); };
+    return std::string("cuda (") + properties_.name + ", device " + std::to_string(device_) + ", " +
+           std::to_string(properties_.multiProcessorCount) + " SMs, CUDA " + version(runtime) + " on a driver of " +
+           version(driver) + ", " + table_.gemm->library() + ")";
+  }
+
+  const kernels::KernelTable& kernels() const override { return table_; }
+  bool asynchronous() const override { return true; }
+
+  Result<Buffer> allocate(int64_t size_bytes, std::string_view what) override {
+    KTG_CHECK(size_bytes >= 0) << what << ": " << size_bytes << " bytes";
+    if (size_bytes == 0) return Buffer();
+    void* data = nullptr;
+    const cudaError_t error = cudaMalloc(&data, static_cast<size_t>(size_bytes));
+    if (error == cudaErrorMemoryAllocation) return exhausted(size_bytes, what);
+    KTG_RETURN_IF_ERROR(status_of(error, what));
+    return Buffer(data, size_bytes, [](void* p) { (void)cudaFree(p); });
+  }
+
+  Result<Buffer> allocate_host(int64_t size_bytes, std::string_view what) override {
+    if (size_bytes == 0) return Buffer();
+    void* data = nullptr;
+    const cudaError_t error = cudaHostAlloc(&data, static_cast<size_t>(size_bytes), cudaHostAllocPortable);
+    if (error == cudaErrorMemoryAllocation) {
+      (void)cudaGetLastError();
+      return resource_exhausted(std::string(what) + ": want " + std::to_string(size_bytes) +
+                                " bytes of pinned host memory, which the system does not give");
+    }
+    KTG_RETURN_IF_ERROR(status_of(error, what));
+    return Buffer(data, size_bytes, [](void* p) { (void)cudaFreeHost(p); });
+  }
+
+  Status register_host(void* data, int64_t size_bytes) override {
+    const cudaError_t error = cudaHostRegister(data, static_cast<size_t>(size_bytes), cudaHostRegisterPortable);
+    if (error == cudaErrorHostMemoryAlreadyRegistered) {
+      (void)cudaGetLastError();
+      return ok_status();
+    }
+    return status_of(error, "pinning " + std::to_string(size_bytes) + " bytes of host memory");
+  }
+
+  using Backend::create_stream;
+  Result<std::unique_ptr<Stream>> create_stream(StreamPriority priority) override {
+    // A stream may belong to another thread than the one that made the backend.
+    KTG_RETURN_IF_ERROR(status_of(cudaSetDevice(device_), "cudaSetDevice"));
+    int least = 0, greatest = 0;
+    KTG_RETURN_IF_ERROR(status_of(cudaDeviceGetStreamPriorityRange(&least, &greatest), "stream priorities"));
+    cudaStream_t stream = nullptr;
+    KTG_RETURN_IF_ERROR(status_of(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking,
+                                                               priority == StreamPriority::kHigh ? greatest : least),
+                                  "stream"));
+    return std::unique_ptr<Stream>(std::make_unique<CudaStream>(stream, table_));
+  }
+
+  Status copy(void* dst, const void* src, int64_t size_bytes, Stream& stream) override {
+    if (size_bytes == 0) return ok_status();
+    return stream.launched(cudaMemcpyAsync(dst, src, static_cast<size_t>(size_bytes), cudaMemcpyDefault, raw(stream)),
+                           "copy");
+  }
+
+  Status zero(void* dst, int64_t size_bytes, Stream& stream) override {
+    if (size_bytes == 0) return ok_status();
+    return stream.launched(cudaMemsetAsync(dst, 0, static_cast<size_t>(size_bytes), raw(stream)), "zero");
+  }
+
+  Result<DeviceMemory> memory() const override {
+    size_t free = 0, total = 0;
+    KTG_RETURN_IF_ERROR(status_of(cudaMemGetInfo(&free, &total), "device memory"));
+    return DeviceMemory{static_cast<int64_t>(total), static_cast<int64_t>(free)};
+  }
+
+  Result<std::unique_ptr<Event>> create_event() override {
+    cudaEvent_t event = nullptr;
+    KTG_RETURN_IF_ERROR(status_of(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "event"));
+    return std::unique_ptr<Event>(std::make_unique<CudaEvent>(event));
+  }
+
+  // Relaxed: other threads, and libraries that load code while they are recorded, are not our recording's affair.
+  Status begin_recording(Stream& stream) override {
+    return status_of(cudaStreamBeginCapture(raw(stream), cudaStreamCaptureModeRelaxed), "begin of a recording");
+  }
+
+  Result<std::unique_ptr<Graph>> end_recording(Stream& stream) override {
+    cudaGraph_t graph = nullptr;
+    if (const cudaError_t error = cudaStreamEndCapture(raw(stream), &graph); error != cudaSuccess) {
+      const Status status = status_of(error, "end of a recording");
+      return status.code() == StatusCode::kDeviceLost ? status : failed_precondition(status.message());
+    }
+    size_t num_nodes = 0;
+    cudaGraphExec_t exec = nullptr;
+    cudaError_t error = cudaGraphGetNodes(graph, nullptr, &num_nodes);
+    if (error == cudaSuccess) error = cudaGraphInstantiate(&exec, graph, 0);
+    (void)cudaGraphDestroy(graph);
+    KTG_RETURN_IF_ERROR(status_of(error, "making a graph of a recording"));
+    return std::unique_ptr<Graph>(std::make_unique<CudaGraph>(exec, static_cast<int64_t>(num_nodes)));
+  }
+
+ private:
+  Status exhausted(int64_t size_bytes, std::string_view what) const {
+    (void)cudaGetLastError();
+    const Result<DeviceMemory> device = memory();
+    return resource_exhausted(
+        std::string(what) + ": want " + std::to_string(size_bytes) + " bytes of device memory, " +
+        (device.ok() ? std::to_string(device->available_bytes) + " of " + std::to_string(device->total_bytes)
+                     : std::string("an unknown number")) +
+        " are free");
+  }
+
+  const int device_;
+  const cudaDeviceProp properties_;
+  const kernels::KernelTable& table_;
+};
+
+}  // namespace
+
+bool built_with_cuda() { return true; }
+
+CudaDevices count_cuda_devices() {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error == cudaSuccess && count > 0) return {.count = count, .why_none = ""};
+  (void)cudaGetLastError();
+  switch (error) {
+    case cudaErrorNoDevice:
+    case cudaSuccess:
+      return {.count = 0, .why_none = "the driver sees no GPU (nvidia-smi -L lists them; CUDA_VISIBLE_DEVICES hides)"};
+    case cudaErrorInsufficientDriver: {
+      int driver = 0, runtime = 0;
+      (void)cudaDriverGetVersion(&driver);
+      (void)cudaRuntimeGetVersion(&runtime);
+      if (driver == 0) return {.count = 0, .why_none = "no NVIDIA driver is loaded (nvidia-smi says more)"};
+      return {.count = 0,
+              .why_none = "the NVIDIA driver knows CUDA " + std::to_string(driver / 1000) + ", this program needs " +
+                          std::to_string(runtime / 1000) + ": a newer driver is needed"};
+    }
+    default:
+      return {.count = 0, .why_none = "the NVIDIA driver does not work: " + text_of(error)};
+  }
+}
+
+Result<std::unique_ptr<Backend>> create_cuda_backend(const CudaBackendOptions& options) {
+  const CudaDevices devices = count_cuda_devices();
+  if (devices.count == 0) return failed_precondition("no GPU: " + devices.why_none);
+  if (options.device < 0 || options.device >= devices.count) {
+    return failed_precondition("GPU " + std::to_string(options.device) + ": there are " +
+                               std::to_string(devices.count));
+  }
+  cudaDeviceProp properties;
+  KTG_RETURN_IF_ERROR(status_of(cudaGetDeviceProperties(&properties, options.device), "properties of the GPU"));
+  if (properties.major * 10 + properties.minor < kLeastMajor * 10 + kLeastMinor) {
+    return failed_precondition("GPU " + std::to_string(options.device) + ", " + properties.name +
+                               ", has compute capability " + std::to_string(properties.major) + "." +
+                               std::to_string(properties.minor) + ": " + std::to_string(kLeastMajor) + "." +
+                               std::to_string(kLeastMinor) + " (Hopper) is needed; device = \"cpu\" trains without it");
+  }
+  int same_address = 0;
+  KTG_RETURN_IF_ERROR(
+      status_of(cudaDeviceGetAttribute(&same_address, cudaDevAttrCanUseHostPointerForRegisteredMem, options.device),
+                "properties of the GPU"));
+  if (same_address == 0) return failed_precondition("the GPU does not see host memory at the host's addresses");
+  KTG_RETURN_IF_ERROR(status_of(cudaSetDevice(options.device), "making the GPU's context"));
+  return std::unique_ptr<Backend>(std::make_unique<CudaBackend>(options.device, properties));
+}
+
+}  // namespace kintsugi::runtime
