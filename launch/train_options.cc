@@ -1,6 +1,7 @@
 #include "launch/train_options.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <CLI/CLI.hpp>
 #include <filesystem>
@@ -8,6 +9,7 @@
 
 #include "launch/exit_code.h"
 #include "launch/run_config.h"
+#include "launch/step_tracer.h"
 
 namespace kintsugi::launch {
 namespace {
@@ -17,6 +19,7 @@ constexpr const char* kFooter =
     "  mpirun -np 8 train run.toml --out outputs/first\n"
     "  mpirun -np 8 train run.toml --out outputs/first --resume --set training.steps=200\n"
     "  train run.toml                        one process; threads use the cores\n"
+    "  train run.toml --trace steps=10-12    where the time of three steps goes\n"
     "\n"
     "Exit codes: 0 done; 1 failure; 2 usage; 75 asked to stop (SIGUSR1, SIGTERM, SIGINT): saved, start again with "
     "--resume;\n"
@@ -57,6 +60,11 @@ CommandLineOutcome parse_command_line(int argc, const char* const* argv, TrainOp
                      "checkpoint's or another run's folder")
           ->expected(0, 1)
           ->type_name("[STEP|DIR]");
+  std::string trace;
+  app.add_option("--trace", trace,
+                 "write the timeline of these steps to <out>/trace, with every kernel on a GPU, and print where their "
+                 "time went: steps=10-12,20")
+      ->type_name("steps=RANGES");
   bool help_config = false;
   app.add_flag("--help-config", help_config, "list every key of the configuration with its default");
   add_rank_flag(app, "--rank", options->ranks.rank);
@@ -71,6 +79,13 @@ CommandLineOutcome parse_command_line(int argc, const char* const* argv, TrainOp
     return {.run = false, .exit_code = code == 0 ? kExitOk : kExitUsage, .text = out_text.str() + error_text.str()};
   }
   if (help_config) return {.run = false, .exit_code = kExitOk, .text = RunConfig::help()};
+  if (!trace.empty()) {
+    const Result<std::vector<int64_t>> steps =
+        parse_step_ranges(trace.starts_with("steps=") ? std::string_view(trace).substr(6) : std::string_view(trace));
+    if (!steps.ok())
+      return {.run = false, .exit_code = kExitUsage, .text = "train: --trace: " + steps.status().message() + "\n"};
+    options->sets.push_back(fmt::format("metrics.trace_steps=[{}]", fmt::join(*steps, ",")));
+  }
   // "--resume run.toml": the word after it was meant as the configuration.
   if (options->config_path.empty() && resume.ends_with(".toml")) std::swap(options->config_path, resume);
   if (options->config_path.empty()) {
