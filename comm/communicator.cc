@@ -39,6 +39,14 @@ Status CommConfig::validate() const {
   if (first_bucket_bytes < 4 || first_bucket_bytes % 4 != 0) {
     return value_error("comm.first_bucket_bytes", first_bucket_bytes, "a positive multiple of 4");
   }
+  if (protocol != "auto" && protocol != "simple" && protocol != "ll" && protocol != "ll128") {
+    return invalid_argument("comm.protocol = \"" + protocol +
+                            "\": allowed are \"auto\", \"simple\", \"ll\", \"ll128\"");
+  }
+  if (nccl_buffsize != 0 && (nccl_buffsize < 64 << 10 || nccl_buffsize > 1 << 30 || nccl_buffsize % 4096 != 0)) {
+    return value_error("comm.nccl_buffsize", nccl_buffsize, "0 or a multiple of 4096 in 64 KiB to 1 GiB");
+  }
+  if (max_ctas < 0 || max_ctas > 64) return value_error("comm.max_ctas", max_ctas, "0 to 64");
   if (timeout_ms < 1) return value_error("comm.timeout_ms", timeout_ms, "at least 1");
   return ok_status();
 }
@@ -51,6 +59,12 @@ void describe(ConfigTable& table, CommConfig& c) {
   table.add("comm.overlap", &c.overlap, "reduce gradient buckets while the backward pass runs");
   table.add("comm.bucket_bytes", &c.bucket_bytes, "upper size of a gradient bucket");
   table.add("comm.first_bucket_bytes", &c.first_bucket_bytes, "size of the bucket that is ready first");
+  table.add("comm.protocol", &c.protocol, "NCCL's protocol; auto: as it chooses", {"auto", "simple", "ll", "ll128"});
+  table.add("comm.nccl_buffsize", &c.nccl_buffsize,
+            "bytes of an NCCL channel's buffer; pieces on the wire are a quarter of it; 0: NCCL's own (4 MiB)");
+  table.add("comm.max_ctas", &c.max_ctas,
+            "multiprocessors that NCCL may take from the computation; 0: as it chooses");
+  table.add("comm.check_calls", &c.check_calls, "compare every GPU collective with the peers' before it starts: slow");
   table.add("comm.timeout_ms", &c.timeout_ms, "a collective that takes longer counts as hung");
 }
 

@@ -49,6 +49,11 @@ struct CommConfig {
   int64_t bucket_bytes = 4 << 20;  // upper size of a gradient bucket
   int64_t first_bucket_bytes = 1 << 20;
   int64_t timeout_ms = 60'000;  // a collective that takes longer is a hang
+  // NCCL's alone.
+  std::string protocol = "auto";  // "auto", "simple", "ll", "ll128"
+  int64_t nccl_buffsize = 0;      // bytes of a channel's buffer: pieces on the wire are a quarter of it; 0: NCCL's own
+  int64_t max_ctas = 0;           // multiprocessors that a collective may take from the computation; 0: NCCL's own
+  bool check_calls = false;       // compare every call with the peers' before it starts (debugging: slow)
   Status validate() const;
 };
 void describe(ConfigTable& table, CommConfig& config);
@@ -59,7 +64,9 @@ class Work {
   virtual ~Work() = default;
   // Makes progress without waiting; true once complete. Its error once it failed.
   virtual Result<bool> poll() = 0;
-  // Blocks the host until the result may be used on the stream it was issued on.
+  // Afterwards the result may be used on the stream it was issued on. On the CPU the host waits until then. On a
+  // device the stream waits for the collective and the host does not: what is queued from here on finds the result
+  // (a fetch does keep the host waiting).
   virtual Status wait(Deadline deadline) = 0;
 };
 using WorkPtr = std::unique_ptr<Work>;

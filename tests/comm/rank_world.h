@@ -17,6 +17,8 @@
 #include "comm/communicator.h"
 #include "comm/host/host_communicator.h"
 #include "comm/local/local_world.h"
+#include "comm/nccl/solo_communicator.h"
+#include "tests/comm/communicator_suite.h"
 
 namespace kintsugi::comm {
 
@@ -27,20 +29,29 @@ class NullStream final : public runtime::Stream {
   Status synchronize(Deadline) override { return ok_status(); }
 };
 
-// kHost: threads, each with its own mapping of the segments; kHostProcesses: a forked process a rank.
-enum class BackendKind { kLocal, kHost, kHostProcesses };
+// kHost: threads, each with its own mapping of the segments; kHostProcesses: a forked process a rank; kSolo: the one
+// rank of a device, here the CPU.
+enum class BackendKind { kLocal, kHost, kHostProcesses, kSolo };
 inline const char* name_of(BackendKind kind) {
-  return kind == BackendKind::kLocal ? "local" : kind == BackendKind::kHost ? "host" : "processes";
+  switch (kind) {
+    case BackendKind::kLocal:
+      return "local";
+    case BackendKind::kHost:
+      return "host";
+    case BackendKind::kHostProcesses:
+      return "processes";
+    case BackendKind::kSolo:
+      return "solo";
+  }
+  return "unknown";
 }
-
-inline Deadline soon() { return Deadline::after(std::chrono::seconds(30)); }
 
 // Memory of a world, which outlives its generations.
 class RankWorld {
  public:
   RankWorld(BackendKind kind, int world_size, int64_t heap_bytes) : kind_(kind), world_size_(world_size) {
     for (int r = 0; r < world_size; ++r) {
-      if (kind == BackendKind::kLocal) {
+      if (!has_segments()) {
         local_heaps_.push_back(LocalWorld::create_heap(heap_bytes));
         continue;
       }
@@ -49,7 +60,7 @@ class RankWorld {
       fds_.push_back(fd.value());
     }
     // Each rank maps all segments by itself, as processes do.
-    for (int r = 0; r < world_size && kind != BackendKind::kLocal; ++r) maps_.push_back(map_all(fds_));
+    for (int r = 0; r < world_size && has_segments(); ++r) maps_.push_back(map_all(fds_));
     void* page = ::mmap(nullptr, kCounterBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     KTG_CHECK(page != MAP_FAILED);
     counter_ = new (page) std::atomic<int64_t>(0);
@@ -75,7 +86,7 @@ class RankWorld {
   }
 
   SymmetricHeap& heap(int rank) {
-    return kind_ == BackendKind::kLocal ? *local_heaps_[rank] : static_cast<SymmetricHeap&>(*maps_[rank][rank]);
+    return has_segments() ? static_cast<SymmetricHeap&>(*maps_[rank][rank]) : *local_heaps_[rank];
   }
   float* floats(int rank, int64_t count) {
     auto p = heap(rank).allocate(count * 4, "test");
@@ -96,11 +107,24 @@ class RankWorld {
     local_ = LocalWorld::create(world_size_, generation, heaps);
   }
   std::unique_ptr<Communicator> join(int rank, const CommConfig& config, StopToken stop = {}) {
+    if (kind_ == BackendKind::kSolo) {
+      return create_solo_communicator({generation_, rank, world_size_}, *backend_, stop);
+    }
     auto made = kind_ == BackendKind::kLocal
                     ? local_->join(rank, config, stop)
                     : create_host_communicator({generation_, rank, world_size_}, pointers(maps_[rank]), config, stop);
     KTG_CHECK(made.ok()) << made.status().to_string();
     return std::move(made).value();
+  }
+
+  // The same with all that a case of the suite needs.
+  void run_seats(int64_t generation, const CommConfig& config, const std::function<void(Seat&)>& body) {
+    run(generation, config, [&](Communicator& comm) {
+      auto stream = backend_->create_stream();
+      KTG_CHECK(stream.ok()) << stream.status().to_string();
+      Seat seat{comm, *backend_, **stream, heap(comm.rank()), counter()};
+      body(seat);
+    });
   }
 
   // Runs `body` once per rank in a new generation, on a thread or in a process of its own. What a process changes
@@ -117,6 +141,7 @@ class RankWorld {
   }
 
  private:
+  bool has_segments() const { return kind_ == BackendKind::kHost || kind_ == BackendKind::kHostProcesses; }
   void run_processes(const CommConfig& config, const std::function<void(Communicator&)>& body, StopToken stop) {
     std::fflush(nullptr);
     std::vector<pid_t> pids;
@@ -141,6 +166,7 @@ class RankWorld {
   std::atomic<int64_t>* counter_ = nullptr;
   BackendKind kind_;
   int world_size_;
+  const std::unique_ptr<runtime::Backend> backend_ = runtime::create_cpu_backend({.num_threads = 1});
   int64_t generation_ = 0;
   std::vector<std::unique_ptr<SymmetricHeap>> local_heaps_;
   std::shared_ptr<LocalWorld> local_;

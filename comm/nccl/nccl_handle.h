@@ -1,0 +1,74 @@
+// Owner of one ncclComm_t: non-blocking, aborted by anyone, polled after every call. For the .cc files of this folder.
+//
+// The rule that every method keeps (measured: sums are wrong otherwise): after a call that returns ncclInProgress
+// nothing else is done with the communicator or its stream until ncclCommGetAsyncError says that it is over, because
+// NCCL launches the kernels from a thread of its own.
+#pragma once
+
+#include <nccl.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "comm/communicator.h"
+#include "comm/nccl/nccl_registry.h"
+
+namespace kintsugi::comm {
+
+class NcclHandle final : public std::enable_shared_from_this<NcclHandle> {
+ public:
+  // A new rendezvous: rank 0's, told to the others out of band. Its thread waits for every rank to come.
+  static Result<ncclUniqueId> create_id();
+  // Begins to connect, and registers the communicator; the peers need not have come. On the current device.
+  static Result<std::shared_ptr<NcclHandle>> begin(const ncclUniqueId& id, const Membership& membership,
+                                                   int64_t max_ctas, StopToken stop);
+  // Aborts what finish() has not ended.
+  ~NcclHandle();
+  NcclHandle(const NcclHandle&) = delete;
+
+  // Until every rank has come and the communicator may be used.
+  Status wait_ready(Deadline deadline);
+  // Enqueues: `calls` makes NCCL calls and returns the first that is not a success. They are launched when this
+  // returns ok. Waits for readiness first.
+  Status call(const char* what, const std::function<ncclResult_t(ncclComm_t)>& calls, Deadline deadline);
+  // The same for calls that belong together: between ncclGroupStart and ncclGroupEnd.
+  Status call_group(const char* what, const std::function<ncclResult_t(ncclComm_t)>& calls, Deadline deadline);
+  // Errors that NCCL found by itself.
+  Status check();
+  // The end of a healthy communicator: what peers still wait for is sent. Aborts when that takes longer.
+  void finish(Deadline deadline);
+
+  // Makes `why` the first error, unless there is one, and aborts every communicator of this and older generations.
+  // Returns the first error.
+  Status fail(Status why);
+  bool failed() const { return failed_.load(std::memory_order_acquire); }
+  Status status() const;
+  int64_t generation() const { return membership_.generation; }
+  const Membership& membership() const { return membership_; }
+  bool stop_requested() const { return stop_.requested(); }
+
+ private:
+  friend class NcclRegistry;
+  NcclHandle(const Membership& membership, StopToken stop, int device)
+      : membership_(membership), stop_(stop), device_(device) {}
+  Status settle(ncclResult_t result, const char* what, Deadline deadline);
+  std::string describe(const char* what) const;
+  Status error_of(ncclResult_t result, const char* what);
+  void mark_failed(const Status& why);
+  // nccl_mutex held, within a group.
+  void abort_now();
+
+  const Membership membership_;
+  const StopToken stop_;
+  const int device_;
+  ncclComm_t comm_ = nullptr;  // under the registry's nccl_mutex_; null once it has ended
+  bool ready_ = false;         // of the calling thread
+  std::atomic<bool> failed_{false};
+  mutable std::mutex status_mutex_;
+  Status status_;
+};
+
+}  // namespace kintsugi::comm
