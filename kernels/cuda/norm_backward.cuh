@@ -95,12 +95,13 @@ __device__ inline void write_column_sums(float* partials, float (&sums)[kPacks][
 
 // RMSNorm:   dx = rstd (g - xhat mean(g xhat)),            g = dy w, xhat = x rstd
 // LayerNorm: dx = rstd (g - mean(g) - xhat mean(g xhat)),  xhat = (x - mean) rstd
-// dw = sum dy xhat, db = sum dy. The next row loads while this one is worked on, where registers allow.
+// dw = sum dy xhat, db = sum dy.
 template <class T, int kVec, int kPacks, bool kMean, int kThreads, int kBlocksPerSm>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     norm_backward_kernel(NormBackward<T> a, Rows rows, int64_t rows_per_block) {
   using P = Packed<T, kVec>;
-  constexpr bool kAhead = kPacks <= 2;  // load the next row early, and keep the weights in registers
+  constexpr bool kAhead = kPacks == 2 || (kPacks == 1 && !kMean);  // the next row loads early, where registers allow
+  constexpr bool kHeld = kPacks == 2 && !kMean;                    // the weights stay in registers
   __shared__ float scratch[2][2][32];
   __shared__ float columns[kMaxSharedColumns];
   const int32_t group = rows.group, lane = static_cast<int32_t>(threadIdx.x) % group;
@@ -118,8 +119,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       for (float& e : w) e = 0.0f;
     }
   };
-  float weights[kAhead ? kPacks : 1][kVec];
-  if constexpr (kAhead) {
+  float weights[kHeld ? kPacks : 1][kVec];
+  if constexpr (kHeld) {
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) load_weights(weights[k], k);
   }
@@ -137,11 +138,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       float dy[kVec], x[kVec], w[kVec];
       now.dy[k].get(dy);
       now.x[k].get(x);
-      if constexpr (!kAhead) load_weights(w, k);
+      if constexpr (!kHeld) load_weights(w, k);
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
         const float xhat = (x[e] - now.mean) * now.rstd;
-        const float g = dy[e] * (kAhead ? weights[kAhead ? k : 0][e] : w[e]);
+        const float g = dy[e] * (kHeld ? weights[kHeld ? k : 0][e] : w[e]);
         sums[0] = fmaf(g, xhat, sums[0]);
         if constexpr (kMean) {
           sums[1] += g;
@@ -161,11 +162,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       float dy[kVec], x[kVec], w[kVec];
       now.dy[k].get(dy);
       now.x[k].get(x);
-      if constexpr (!kAhead) load_weights(w, k);
+      if constexpr (!kHeld) load_weights(w, k);
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
         const float xhat = (x[e] - now.mean) * now.rstd;
-        const float g = dy[e] * (kAhead ? weights[kAhead ? k : 0][e] : w[e]);
+        const float g = dy[e] * (kHeld ? weights[kHeld ? k : 0][e] : w[e]);
         dy[e] = now.rstd * (g - g_mean - xhat * gx_mean);
       }
       if (a.dresidual != nullptr) {
