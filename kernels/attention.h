@@ -28,11 +28,24 @@ struct AttentionKernels {
   KernelError (*backward)(void* dq, void* dk, void* dv, const void* d_o, const void* o, const float* lse, const void* q,
                           const void* k, const void* v, const AttentionShape& shape, void* workspace, DType dtype,
                           StreamHandle stream);
+  // Answers without a device, too: a plan of memory is printed before there is one.
   int64_t (*backward_workspace_bytes)(const AttentionShape& shape, DType dtype);
+  // Builds what calls of exactly this shape need the first time, so that none of them does: on the device about 0.1 s a
+  // shape, whose calls can then be recorded into a graph; nothing elsewhere. Blocks.
+  KernelError (*prepare)(const AttentionShape& shape, DType dtype, bool with_backward);
+  // What serves the shape, for banners and reports: "cuDNN 9.14.0", "plain (why not the faster one)". After prepare().
+  // The text stays for the life of the process.
+  const char* (*library)(const AttentionShape& shape, DType dtype);
 };
 
-namespace reference { const AttentionKernels& attention(); }
-namespace cpu { const AttentionKernels& attention(); }
-namespace cuda { const AttentionKernels& attention(); }
+namespace reference {
+const AttentionKernels& attention();
+}
+namespace cpu {
+const AttentionKernels& attention();
+}
+namespace cuda {
+const AttentionKernels& attention();
+}
 
 }  // namespace kintsugi::kernels

@@ -1,17 +1,98 @@
-// No attention over whole sequences on the device yet: every call says cudaErrorNotSupported.
 #include "kernels/attention.h"
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+#include <mutex>
+#include <set>
+#include <string>
+
+#include "kernels/cuda/attention_cudnn.h"
+#include "kernels/cuda/attention_plain.h"
+#include "kernels/cuda/device_error.h"
+
 namespace kintsugi::kernels::cuda {
+namespace {
+
+bool valid(const AttentionShape& s) {
+  return s.B >= 0 && s.T >= 0 && s.H >= 1 && s.K >= 1 && s.H % s.K == 0 && s.D >= 1 &&
+         s.D <= kPlainAttentionMaxHeadSize && s.q_stride >= 1 && s.k_stride >= 1 && s.v_stride >= 1 && s.o_stride >= 1;
+}
+
+// What cuDNN moves lies at multiples of 16 bytes.
+bool aligned(std::initializer_list<const void*> pointers) {
+  return std::all_of(pointers.begin(), pointers.end(),
+                     [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; });
+}
+bool cudnn_may_serve(const AttentionShape& s, DType dtype) {
+  return dtype == DType::kBF16 && s.D % 8 == 0 && s.q_stride % 8 == 0 && s.k_stride % 8 == 0 && s.v_stride % 8 == 0 &&
+         s.o_stride % 8 == 0;
+}
+
+KernelError forward(void* o, float* lse, const void* q, const void* k, const void* v, const AttentionShape& shape,
+                    DType dtype, StreamHandle stream) {
+  if (!valid(shape)) return cudaErrorInvalidValue;
+  if (shape.B == 0 || shape.T == 0) return kKernelOk;
+  if (cudnn_may_serve(shape, dtype) && aligned({o, q, k, v})) {
+    const KernelError error = cudnn_attention_forward(o, lse, q, k, v, shape, stream);
+    if (error != kNotSupported) return error;
+  }
+  return plain_attention_forward(o, lse, q, k, v, shape, dtype, stream);
+}
+
+KernelError backward(void* dq, void* dk, void* dv, const void* d_o, const void* o, const float* lse, const void* q,
+                     const void* k, const void* v, const AttentionShape& shape, void* workspace, DType dtype,
+                     StreamHandle stream) {
+  if (!valid(shape)) return cudaErrorInvalidValue;
+  if (shape.B == 0 || shape.T == 0) return kKernelOk;
+  if (cudnn_may_serve(shape, dtype) && aligned({dq, dk, dv, d_o, o, q, k, v, workspace})) {
+    const KernelError error = cudnn_attention_backward(dq, dk, dv, d_o, o, lse, q, k, v, shape, workspace, stream);
+    if (error != kNotSupported) return error;
+  }
+  return plain_attention_backward(dq, dk, dv, d_o, o, lse, q, k, v, shape, workspace, dtype, stream);
+}
+
+int64_t backward_workspace_bytes(const AttentionShape& shape, DType dtype) {
+  const int64_t cudnn = cudnn_may_serve(shape, dtype) ? cudnn_attention_workspace_bound(shape) : 0;
+  return std::max(plain_attention_workspace_bytes(shape), cudnn);
+}
+
+KernelError prepare(const AttentionShape& shape, DType dtype, bool with_backward) {
+  if (!valid(shape)) return cudaErrorInvalidValue;
+  if (shape.B == 0 || shape.T == 0 || !cudnn_may_serve(shape, dtype)) return kKernelOk;
+  using enum AttentionPass;
+  for (const AttentionPass pass : {with_backward ? kForwardWithLse : kForward, kBackward}) {
+    if (pass == kBackward && !with_backward) break;
+    const KernelError error = cudnn_attention_prepare(shape, pass);
+    if (error != kKernelOk && error != kNotSupported) return error;
+  }
+  return kKernelOk;
+}
+
+std::string library_text(const AttentionShape& shape, DType dtype) {
+  if (dtype != DType::kBF16) return "plain (cuDNN serves bf16 only)";
+  if (!cudnn_may_serve(shape, dtype)) return "plain (cuDNN wants head sizes and strides that are multiples of 8)";
+  std::string text = cudnn_version();
+  for (const auto& [pass, name] : {std::pair{AttentionPass::kForwardWithLse, "forward"},
+                                   {AttentionPass::kForward, "forward without lse"},
+                                   {AttentionPass::kBackward, "backward"}}) {
+    const std::string why = cudnn_attention_why_not(shape, pass);
+    if (!why.empty()) text += std::string(text.empty() ? "" : ", ") + name + " plain (" + why + ")";
+  }
+  return text;
+}
+
+const char* library(const AttentionShape& shape, DType dtype) {
+  static std::mutex mutex;
+  static std::set<std::string>& texts = *new std::set<std::string>;
+  const std::lock_guard lock(mutex);
+  return texts.insert(library_text(shape, dtype)).first->c_str();
+}
+
+}  // namespace
 
 const AttentionKernels& attention() {
-  static constexpr AttentionKernels kTable{
-      [](void*, float*, const void*, const void*, const void*, const AttentionShape&, DType,
-         StreamHandle) -> KernelError { return cudaErrorNotSupported; },
-      [](void*, void*, void*, const void*, const void*, const float*, const void*, const void*, const void*,
-         const AttentionShape&, void*, DType, StreamHandle) -> KernelError { return cudaErrorNotSupported; },
-      [](const AttentionShape&, DType) -> int64_t { return 0; }};
+  static constexpr AttentionKernels kTable{forward, backward, backward_workspace_bytes, prepare, library};
   return kTable;
 }
 

@@ -24,10 +24,14 @@ KernelError backward(void* dq, void* dk, void* dv, const void* d_o, const void* 
 
 int64_t backward_workspace_bytes(const AttentionShape&, DType) { return 0; }
 
+KernelError prepare(const AttentionShape&, DType, bool) { return kKernelOk; }
+
+const char* library(const AttentionShape&, DType) { return "reference"; }
+
 }  // namespace
 
 const AttentionKernels& attention() {
-  static constexpr AttentionKernels kTable{forward, backward, backward_workspace_bytes};
+  static constexpr AttentionKernels kTable{forward, backward, backward_workspace_bytes, prepare, library};
   return kTable;
 }
 

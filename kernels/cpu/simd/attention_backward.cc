@@ -191,8 +191,13 @@ KernelError attention_backward(void* dq, void* dk, void* dv, const void* d_o, co
 // Nothing of the caller's: the packed operands lie in each thread's scratch.
 int64_t attention_backward_workspace_bytes(const AttentionShape&, DType) { return 0; }
 
+KernelError nothing_to_prepare(const AttentionShape&, DType, bool) { return kKernelOk; }
+
+const char* attention_library(const AttentionShape&, DType) { return "vectorised for the CPU"; }
+
 const AttentionKernels& attention() {
-  static constexpr AttentionKernels kTable{attention_forward, attention_backward, attention_backward_workspace_bytes};
+  static constexpr AttentionKernels kTable{attention_forward, attention_backward, attention_backward_workspace_bytes,
+                                           nothing_to_prepare, attention_library};
   return kTable;
 }
 

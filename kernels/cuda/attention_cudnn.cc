@@ -1,0 +1,253 @@
+// The only file that includes cudnn_frontend: half a minute of compiler time.
+#include "kernels/cuda/attention_cudnn.h"
+
+#include <cudnn_frontend.h>
+
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <tuple>
+
+#include "kernels/cuda/library_handles.h"
+
+namespace kintsugi::kernels::cuda {
+namespace {
+
+namespace fe = cudnn_frontend;
+using fe::graph::Graph;
+using fe::graph::SDPA_attributes;
+using fe::graph::SDPA_backward_attributes;
+using fe::graph::Tensor_attributes;
+
+// Names of a graph's tensors. Execution takes pointers in this order, those that the graph has.
+enum Uid : int64_t { kQ = 1, kK, kV, kO, kLse, kGradO, kGradQ, kGradK, kGradV };
+
+// AttentionShape with an order, and nothing that the pass does not depend on.
+using Key = std::tuple<AttentionPass, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                       float, bool>;
+Key key_of(const AttentionShape& s, AttentionPass pass) {
+  const bool deterministic = pass == AttentionPass::kBackward && s.deterministic;
+  return {pass, s.B, s.T, s.H, s.K, s.D, s.q_stride, s.k_stride, s.v_stride, s.o_stride, s.scale, deterministic};
+}
+
+struct Plan {
+  std::unique_ptr<Graph> graph;  // null: why_not
+  int64_t workspace_bytes = -1;
+  std::string why_not;
+};
+
+struct Cudnn {
+  std::mutex mutex;  // of everything below, and of the handle while it is set to a stream
+  cudnnHandle_t handle = nullptr;
+  std::map<Key, Plan> plans;
+};
+
+Cudnn& cudnn() {
+  static Cudnn& instance = *new Cudnn;  // never destroyed: the driver may be gone when static objects are
+  return instance;
+}
+
+std::shared_ptr<Tensor_attributes> tensor(Graph& graph, const char* name, Uid uid, const AttentionShape& s,
+                                          int64_t heads, int64_t stride) {
+  return graph.tensor(Tensor_attributes()
+                          .set_name(name)
+                          .set_uid(uid)
+                          .set_dim({s.B, heads, s.T, s.D})
+                          .set_stride({s.T * stride, s.D, stride, 1}));
+}
+
+void describe_output(Tensor_attributes& t, Uid uid, const AttentionShape& s, int64_t heads, int64_t stride) {
+  t.set_output(true).set_uid(uid).set_dim({s.B, heads, s.T, s.D}).set_stride({s.T * stride, s.D, stride, 1});
+}
+
+void describe_lse(Tensor_attributes& t, const AttentionShape& s) {
+  t.set_uid(kLse).set_dim({s.B, s.H, s.T, 1}).set_stride({s.H * s.T, s.T, 1, 1}).set_data_type(fe::DataType_t::FLOAT);
+}
+
+void add_forward(Graph& graph, const AttentionShape& s, bool with_lse) {
+  const auto q = tensor(graph, "q", kQ, s, s.H, s.q_stride), k = tensor(graph, "k", kK, s, s.K, s.k_stride),
+             v = tensor(graph, "v", kV, s, s.K, s.v_stride);
+  const auto [o, lse] = graph.sdpa(q, k, v,
+                                   SDPA_attributes()
+                                       .set_name("attention")
+                                       .set_generate_stats(with_lse)
+                                       .set_attn_scale(s.scale)
+                                       .set_diagonal_alignment(fe::DiagonalAlignment_t::TOP_LEFT)
+                                       .set_diagonal_band_right_bound(0));
+  describe_output(*o, kO, s, s.H, s.o_stride);
+  if (!with_lse) return;
+  describe_lse(*lse, s);
+  lse->set_output(true);
+}
+
+void add_backward(Graph& graph, const AttentionShape& s) {
+  const auto q = tensor(graph, "q", kQ, s, s.H, s.q_stride), k = tensor(graph, "k", kK, s, s.K, s.k_stride),
+             v = tensor(graph, "v", kV, s, s.K, s.v_stride), o = tensor(graph, "o", kO, s, s.H, s.o_stride),
+             d_o = tensor(graph, "do", kGradO, s, s.H, s.o_stride);
+  Tensor_attributes lse_attributes;
+  lse_attributes.set_name("lse");
+  describe_lse(lse_attributes, s);
+  const auto lse = graph.tensor(lse_attributes);
+  const auto [dq, dk, dv] = graph.sdpa_backward(q, k, v, o, d_o, lse,
+                                                SDPA_backward_attributes()
+                                                    .set_name("attention_backward")
+                                                    .set_attn_scale(s.scale)
+                                                    .set_diagonal_alignment(fe::DiagonalAlignment_t::TOP_LEFT)
+                                                    .set_diagonal_band_right_bound(0)
+                                                    .set_deterministic_algorithm(s.deterministic));
+  describe_output(*dq, kGradQ, s, s.H, s.q_stride);
+  describe_output(*dk, kGradK, s, s.K, s.k_stride);
+  describe_output(*dv, kGradV, s, s.K, s.v_stride);
+}
+
+std::vector<int64_t> expected_uids(AttentionPass pass) {
+  switch (pass) {
+    case AttentionPass::kForward:
+      return {kQ, kK, kV, kO};
+    case AttentionPass::kForwardWithLse:
+      return {kQ, kK, kV, kO, kLse};
+    case AttentionPass::kBackward:
+      return {kQ, kK, kV, kO, kLse, kGradO, kGradQ, kGradK, kGradV};
+  }
+  return {};
+}
+
+// Why the plan is of no use, or empty.
+std::string build_graph(Plan& plan, const AttentionShape& s, AttentionPass pass, cudnnHandle_t handle) {
+  auto graph = std::make_unique<Graph>();
+  graph->set_io_data_type(fe::DataType_t::BFLOAT16)
+      .set_intermediate_data_type(fe::DataType_t::FLOAT)
+      .set_compute_data_type(fe::DataType_t::FLOAT);
+  if (pass == AttentionPass::kBackward) {
+    add_backward(*graph, s);
+  } else {
+    add_forward(*graph, s, pass == AttentionPass::kForwardWithLse);
+  }
+  if (fe::error_t error = graph->build(handle, {fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK}); error.is_bad()) {
+    return "cuDNN: " + error.get_message();
+  }
+  int64_t bytes = 0;
+  if (fe::error_t error = graph->get_workspace_size(bytes); error.is_bad()) {
+    return "cuDNN's workspace size: " + error.get_message();
+  }
+  const int64_t limit = pass == AttentionPass::kBackward ? cudnn_attention_workspace_bound(s) : stream_scratch_bytes();
+  plan.workspace_bytes = bytes;
+  if (bytes > limit)
+    return "cuDNN wants " + std::to_string(bytes) + " bytes of workspace, planned " + std::to_string(limit);
+  if (graph->get_variant_pack_uids_sorted() != expected_uids(pass))
+    return "cuDNN's graph has other tensors than expected";
+  plan.graph = std::move(graph);
+  return "";
+}
+
+// The plan of the shape, built at the first call; null with an error when there is no handle. The mutex is held.
+KernelError plan_of(Plan** plan, const AttentionShape& s, AttentionPass pass) {
+  Cudnn& c = cudnn();
+  if (const auto at = c.plans.find(key_of(s, pass)); at != c.plans.end()) {
+    *plan = &at->second;
+    return kKernelOk;
+  }
+  if (cublaslt_handle() == nullptr) return kNotInitialized;
+  if (c.handle == nullptr) {
+    const cudnnStatus_t status = cudnnCreate(&c.handle);
+    if (status != CUDNN_STATUS_SUCCESS) {
+      c.handle = nullptr;
+      set_cudnn_error_text(cudnnGetErrorString(status));
+      return kCudnnErrors + static_cast<KernelError>(status);
+    }
+  }
+  Plan built;
+  try {
+    built.why_not = build_graph(built, s, pass, c.handle);
+  } catch (const std::exception& e) {
+    built.graph.reset();
+    built.why_not = std::string("cuDNN's frontend: ") + e.what();
+  }
+  *plan = &c.plans.insert_or_assign(key_of(s, pass), std::move(built)).first->second;
+  return kKernelOk;
+}
+
+KernelError run(const AttentionShape& s, AttentionPass pass, std::initializer_list<const void*> operands,
+                void* workspace, StreamHandle stream) {
+  Cudnn& c = cudnn();
+  const std::lock_guard lock(c.mutex);
+  Plan* plan = nullptr;
+  if (const KernelError error = plan_of(&plan, s, pass); error != kKernelOk) return error;
+  if (plan->graph == nullptr) return kNotSupported;
+  if (const cudnnStatus_t status = cudnnSetStream(c.handle, static_cast<cudaStream_t>(stream));
+      status != CUDNN_STATUS_SUCCESS) {
+    set_cudnn_error_text(cudnnGetErrorString(status));
+    return kCudnnErrors + static_cast<KernelError>(status);
+  }
+  void* pointers[9];
+  int count = 0;
+  for (const void* p : operands) pointers[count++] = const_cast<void*>(p);
+  try {
+    fe::error_t error = plan->graph->execute(c.handle, pointers, count, workspace);
+    if (error.is_good()) return kKernelOk;
+    set_cudnn_error_text(error.get_message());
+    return kCudnnErrors + static_cast<KernelError>(error.get_code());
+  } catch (const std::exception& e) {
+    set_cudnn_error_text(e.what());
+    return kCudnnErrors;
+  }
+}
+
+}  // namespace
+
+KernelError cudnn_attention_prepare(const AttentionShape& shape, AttentionPass pass) {
+  const std::lock_guard lock(cudnn().mutex);
+  Plan* plan = nullptr;
+  if (const KernelError error = plan_of(&plan, shape, pass); error != kKernelOk) return error;
+  return plan->graph != nullptr ? kKernelOk : kNotSupported;
+}
+
+std::string cudnn_attention_why_not(const AttentionShape& shape, AttentionPass pass) {
+  Cudnn& c = cudnn();
+  const std::lock_guard lock(c.mutex);
+  const auto at = c.plans.find(key_of(shape, pass));
+  return at == c.plans.end() ? "" : at->second.why_not;
+}
+
+int64_t cudnn_attention_scratch_bytes(const AttentionShape& shape, AttentionPass pass) {
+  Cudnn& c = cudnn();
+  const std::lock_guard lock(c.mutex);
+  const auto at = c.plans.find(key_of(shape, pass));
+  return at == c.plans.end() ? -1 : at->second.workspace_bytes;
+}
+
+KernelError cudnn_attention_forward(void* o, float* lse, const void* q, const void* k, const void* v,
+                                    const AttentionShape& shape, StreamHandle stream) {
+  void* scratch = nullptr;
+  if (const KernelError error = stream_scratch(&scratch, stream); error != kKernelOk) return error;
+  if (lse == nullptr) return run(shape, AttentionPass::kForward, {q, k, v, o}, scratch, stream);
+  return run(shape, AttentionPass::kForwardWithLse, {q, k, v, o, lse}, scratch, stream);
+}
+
+KernelError cudnn_attention_backward(void* dq, void* dk, void* dv, const void* d_o, const void* o, const float* lse,
+                                     const void* q, const void* k, const void* v, const AttentionShape& shape,
+                                     void* workspace, StreamHandle stream) {
+  return run(shape, AttentionPass::kBackward, {q, k, v, o, lse, d_o, dq, dk, dv}, workspace, stream);
+}
+
+int64_t cudnn_attention_workspace_bound(const AttentionShape& s) {
+  const int64_t T = (s.T + 127) / 128 * 128, rows = s.B * s.H * T;
+  // sum_d do o of every row; dk and dv of every query head before a group's are added up; and dq in fp32, or, where the
+  // order of additions must not vary, the gradients of all scores in bf16.
+  const int64_t row_sums = rows * 4;
+  const int64_t heads = s.H == s.K ? 0 : 2 * rows * s.D * 4;
+  const int64_t dq = s.deterministic ? rows * T * 2 : rows * s.D * 4;
+  constexpr int64_t kSlack = 1 << 20;
+  return row_sums + heads + dq + kSlack;
+}
+
+const char* cudnn_version() {
+  static const std::string kVersion = [] {
+    const size_t v = cudnnGetVersion();  // major * 10000 + minor * 100 + patch
+    return "cuDNN " + std::to_string(v / 10000) + "." + std::to_string(v / 100 % 100) + "." + std::to_string(v % 100);
+  }();
+  return kVersion.c_str();
+}
+
+}  // namespace kintsugi::kernels::cuda

@@ -1,0 +1,35 @@
+// Attention in bf16 by cuDNN's graph API. A graph is built once for each shape and kept: 0.1 s or more, so
+// cudnn_attention_prepare() does it before the first step. Internal to kernels/cuda; attention.cc falls back to the
+// plain kernels where these say kNotSupported. In a build without cuDNN (attention_no_cudnn.cc) they always do.
+#pragma once
+
+#include <string>
+
+#include "kernels/attention.h"
+
+namespace kintsugi::kernels::cuda {
+
+enum class AttentionPass : uint8_t { kForwardWithLse, kForward, kBackward };
+
+// kNotSupported: no graph serves the shape, and cudnn_attention_why_not() says why. Blocks; allocates no device memory
+// beyond the library's own, the first time.
+KernelError cudnn_attention_prepare(const AttentionShape& shape, AttentionPass pass);
+// Empty when the shape's graph was built or not asked for yet.
+std::string cudnn_attention_why_not(const AttentionShape& shape, AttentionPass pass);
+// What the built graph needs; -1 when there is none. The forward passes use the stream's scratch (library_handles.h).
+int64_t cudnn_attention_scratch_bytes(const AttentionShape& shape, AttentionPass pass);
+
+// As kernels/attention.h has them.
+KernelError cudnn_attention_forward(void* o, float* lse, const void* q, const void* k, const void* v,
+                                    const AttentionShape& shape, StreamHandle stream);
+KernelError cudnn_attention_backward(void* dq, void* dk, void* dv, const void* d_o, const void* o, const float* lse,
+                                     const void* q, const void* k, const void* v, const AttentionShape& shape,
+                                     void* workspace, StreamHandle stream);
+// By arithmetic, without a device: at least what any graph of the backward pass asks for; a graph that asks for more is
+// not used. 0 in a build without cuDNN.
+int64_t cudnn_attention_workspace_bound(const AttentionShape& shape);
+
+// "cuDNN 9.14.0"; empty in a build without it.
+const char* cudnn_version();
+
+}  // namespace kintsugi::kernels::cuda
