@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Looks for what Kintsugi needs to build and run, and installs what is missing by apt (Debian 12, Ubuntu 24.04). Says
 # what it installs; asks sudo only then; a machine that has everything is left alone within a second. Without apt, or
-# without the right to install, it lists what is missing and ends with 1.
+# without the right to install, it lists what is missing and ends with 1. Where launch/preset.sh chooses a build for the
+# GPU, setup_cuda.sh then sees to what that needs; the CUDA toolkit and the driver are never touched.
 set -euo pipefail
+here=$(dirname "${BASH_SOURCE[0]}")
 
 # One need a line: a command, Python modules or a header that prove that it is there, and the package that brings it.
 needs="
@@ -54,16 +56,32 @@ missing() {
 
 say() { printf 'setup: %s\n' "$*"; }
 
+preset=$("$here/preset.sh")
+gpu() {
+  case $preset in
+    cuda*) "$here/setup_cuda.sh" ;;
+    *) if nvidia-smi > /dev/null 2>&1; then
+      say "there is an NVIDIA GPU but no nvcc in PATH: everything is built for the CPU. For the GPU install CUDA Toolkit 13 (cuda-toolkit-13-0)"
+    fi ;;
+  esac
+}
+case $preset in
+  cuda*) needs+=$'python pip python3-pip\n' ;;
+esac
+
 mapfile -t want < <(missing "$needs")
 mapfile -t wish < <(missing "$wishes")
 if [ ${#want[@]} = 0 ] && [ ${#wish[@]} = 0 ]; then
+  gpu
   exit 0
 fi
 # Ends for want of a way to install: with 1, unless nothing but wishes is missing.
 cannot_install() {
   [ ${#want[@]} = 0 ] || say "$1; please install what these Debian packages hold: ${want[*]}"
   [ ${#wish[@]} = 0 ] || say "for fast matrix products, too: ${wish[*]}"
-  [ ${#want[@]} = 0 ] && exit 0 || exit 1
+  [ ${#want[@]} = 0 ] || exit 1
+  gpu
+  exit 0
 }
 command -v apt-get > /dev/null || cannot_install "there is no apt here"
 as_root=()
@@ -99,3 +117,4 @@ if [ ${#left[@]} != 0 ]; then
   say "still missing after the installation: ${left[*]}"
   exit 1
 fi
+gpu

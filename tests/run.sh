@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Installs what is missing, builds everything, and runs every test but the slow ones.
+# Installs what is missing, builds everything, and runs every test but the slow ones: those of the GPU, too, where
+# launch/preset.sh finds one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 launch/setup.sh
-cmake --preset cpu-release
-cmake --build --preset cpu-release
-ctest --preset cpu-release -LE slow -j "$(nproc)"
+preset=$(launch/preset.sh)
+cmake --preset "$preset"
+cmake --build --preset "$preset"
+ctest --preset "$preset" -LE slow -j "$(nproc)"

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # The quick start: installs what is missing, builds, trains on Jane Austen's novels with 8 ranks of which one is killed on
 # the way, shows how the run mended itself, trains once more undisturbed, compares the two results bit for bit, and
-# writes some text with the model. Each step of a fresh machine is done once: a second call begins to train at once.
+# writes some text with the model; on a GPU where launch/preset.sh finds one. Each step of a fresh machine is done once: a second call begins to train at once.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-bin=build/cpu-release/bin
+preset=$(launch/preset.sh)
+bin=build/$preset/bin
 config=experiments/quick_start/quick_start.toml
 out=outputs/quick_start
 
@@ -19,8 +20,8 @@ say "Packages"
 launch/setup.sh
 
 say "Build"
-cmake --preset cpu-release --log-level=NOTICE
-cmake --build --preset cpu-release --target train infer
+cmake --preset "$preset" --log-level=NOTICE
+cmake --build --preset "$preset" --target train infer
 
 say "Text"
 experiments/quick_start/get_corpus.py

@@ -1,6 +1,6 @@
 # NVIDIA's libraries beside the toolkit, as imported targets: ktg::cudnn (with the frontend's headers), ktg::nccl,
 # ktg::cupti. A target that does not exist stands for a feature that is left out. Looked for in the toolkit, the system,
-# KTG_CUDA_HINTS, and what pip installed for python3 (nvidia-cudnn-cu13, nvidia-nccl-cu13, nvidia-cudnn-frontend).
+# KTG_CUDA_HINTS, what launch/setup.sh fetched, and what pip installed for python3 (nvidia-cudnn-cu13, nvidia-nccl-cu13, nvidia-cudnn-frontend).
 execute_process(
   COMMAND python3 -c "import sysconfig; print(sysconfig.get_paths()['purelib'])"
   OUTPUT_VARIABLE ktg_python_packages OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
@@ -21,7 +21,9 @@ endfunction()
 
 ktg_cuda_library(cudnn cudnn.h cudnn cudnn libcudnn.so.9)
 find_path(CUDNN_FRONTEND_INCLUDE_DIR cudnn_frontend.h
-          HINTS ${KTG_CUDA_HINTS} ${ktg_python_packages} ${ktg_python_packages}/../../../include PATH_SUFFIXES include)
+          HINTS ${KTG_CUDA_HINTS} ${CMAKE_SOURCE_DIR}/build/third_party/cudnn-frontend ${ktg_python_packages}
+                ${ktg_python_packages}/../../../include
+          PATH_SUFFIXES include)
 ktg_cuda_library(nccl nccl.h nccl nccl libnccl.so.2)
 ktg_cuda_library(cupti cupti.h cuda_cupti cupti libcupti.so.13)
 
