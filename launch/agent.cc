@@ -119,6 +119,8 @@ void Agent::for_rank(HeldRank& held, Message m) {
       return held.snapshots->save(m.step, unpack<SaveTicket>(m.body));
     case MessageType::kCommit:
       return held.snapshots->commit(m.step, std::move(m.body));
+    case MessageType::kAbandon:
+      return held.snapshots->abandon(m.step, std::move(m.body));
     case MessageType::kSettled:
       return held.snapshots->settled(m.step, m.value == kSaved, m.body);
     default:

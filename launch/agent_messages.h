@@ -39,7 +39,7 @@ struct Roster {
   int32_t spare_pids[kMaxSpares] = {};
 };
 
-// kSave, kWrite, kCommit: one attempt to save one step.
+// kSave, kWrite, kCommit, kAbandon: one attempt to save one step.
 struct SaveTicket {
   int64_t number = 0;  // of the attempt, from 1; answers carry it as their generation
   int64_t cursor = 0;

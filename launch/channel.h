@@ -24,6 +24,7 @@ enum class MessageType : uint32_t {
   kSegment,    // rank's shared segment; descriptor: it
   kWrite,      // to a writer: step, value = slot; body: SaveTicket
   kCommit,     // to the committing writer: step; body: SaveTicket, then one shard record a line in rank order
+  kAbandon,    // to the committing writer: step; body: SaveTicket. Nobody writes to this attempt any more: remove it
   // child -> its agent
   kAlive = 100,    // the life mutex is locked
   kParked,         // generation it leaves; body: Progress. Waits for a verdict

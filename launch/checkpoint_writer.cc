@@ -108,6 +108,10 @@ class CheckpointWriter final : public ShardWriter {
     return checkpoint_dir_ + "/step-" + std::to_string(step);
   }
 
+  Status abandon(int64_t step, const SaveTicket& ticket) override {
+    return checkpoint::abandon_checkpoint(FileSystem::posix(), checkpoint_dir_, step, ticket.attempt);
+  }
+
  private:
   static std::vector<FaultPlan> plans(ChildContext& context, int begin, int end) {
     const Result<RunConfig> config = RunConfig::parse(context.config_toml, "the run's configuration");

@@ -256,6 +256,10 @@ void Coordinator::act(SaveAction& action) {
       m.body = pack(action.ticket);
       for (const std::string& record : action.records) m.body += record + "\n";
       return send(0, std::move(m));
+    case SaveAction::Kind::kAbandon:
+      m.type = MessageType::kAbandon;
+      m.body = pack(action.ticket);
+      return send(0, std::move(m));
     case SaveAction::Kind::kRetried:
       return plan_.print(fmt::format("warning: saving step {} again: {}\n", action.step, action.text));
     case SaveAction::Kind::kSettled:

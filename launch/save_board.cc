@@ -37,6 +37,8 @@ void SaveBoard::handed(int rank, int64_t step, int64_t cursor, int64_t now_ns) {
   if (save.given_up) {
     return actions_.push_back({.kind = SaveAction::Kind::kSettled, .rank = rank, .step = step, .text = save.failure});
   }
+  save.handed.insert(rank);
+  save.writing.insert(rank);
   if (!is_new) return;
   save.ticket = history_;
   save.ticket.cursor = cursor;
@@ -45,18 +47,21 @@ void SaveBoard::handed(int rank, int64_t step, int64_t cursor, int64_t now_ns) {
 }
 
 void SaveBoard::attempt(int64_t step, Save& save) {
-  ++save.attempts;
+  if (save.attempts++ > 0) save.dead.push_back(save.ticket);
   save.records.assign(static_cast<size_t>(world_size_), {});
+  save.writing = save.handed;
   save.ticket.number = ++attempts_;
   copy_text(save.ticket.attempt, prefix_ + "-" + std::to_string(attempts_));
   actions_.push_back({.kind = SaveAction::Kind::kSave, .step = step, .ticket = save.ticket});
 }
 
 void SaveBoard::written(int rank, int64_t step, int64_t number, int64_t outcome, std::string body) {
+  stopped_writing(rank, step, number);
   const auto it = saves_.find(step);
   if (it == saves_.end() || it->second.given_up || it->second.ticket.number != number) return;
-  if (outcome != kSaved) return attempt_failed(step, outcome, body);
   Save& save = it->second;
+  save.writing.erase(rank);
+  if (outcome != kSaved) return attempt_failed(step, outcome, body);
   save.records[static_cast<size_t>(rank)] = std::move(body);
   if (std::any_of(save.records.begin(), save.records.end(), [](const std::string& r) { return r.empty(); })) return;
   actions_.push_back({.kind = SaveAction::Kind::kCommit, .step = step, .ticket = save.ticket, .records = save.records});
@@ -78,8 +83,11 @@ void SaveBoard::committed(int64_t step, int64_t number, int64_t outcome, const s
 }
 
 void SaveBoard::keeper_lost(int rank) {
+  for (Remains& r : remains_) r.writing.erase(rank);
   for (auto& [step, save] : saves_) {
     if (save.given_up || !save.records[static_cast<size_t>(rank)].empty()) continue;
+    save.handed.erase(rank);
+    save.writing.erase(rank);
     attempt_failed(step, kWriterLost, "the agent of rank " + std::to_string(rank) + " is gone");
   }
 }
@@ -97,6 +105,23 @@ void SaveBoard::give_up(int64_t step, Save& save, const std::string& why) {
   save.given_up = true;
   save.failure = why.empty() ? "no reason given" : why;
   actions_.push_back({.kind = SaveAction::Kind::kSettled, .step = step, .text = save.failure});
+  save.dead.push_back(save.ticket);
+  remains_.push_back({.step = step, .attempts = std::move(save.dead), .writing = std::move(save.writing)});
+  stopped_writing(-1, step, -1);
+}
+
+// A folder goes once nobody can make it again by writing to it. A rank that dies without an answer leaves it to the
+// next commit, which removes such remains, too.
+void SaveBoard::stopped_writing(int rank, int64_t step, int64_t number) {
+  for (Remains& r : remains_) {
+    if (r.step != step) continue;
+    if (number == r.attempts.back().number) r.writing.erase(rank);
+    if (!r.writing.empty()) continue;
+    for (const SaveTicket& ticket : r.attempts) {
+      actions_.push_back({.kind = SaveAction::Kind::kAbandon, .step = step, .ticket = ticket});
+    }
+  }
+  std::erase_if(remains_, [](const Remains& r) { return r.writing.empty(); });
 }
 
 void SaveBoard::went_back_to(int64_t step) {

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -18,6 +19,7 @@ struct SaveAction {
     kSave,     // ticket to all ranks
     kCommit,   // to the committing rank; `records` in rank order
     kSettled,  // to all ranks, or to `rank` alone; `text` is empty when durable
+    kAbandon,  // to the committing rank: what the attempt wrote goes
     kRetried,  // for people: an attempt was lost for the reason in `text`, and another is under way
   };
   Kind kind;
@@ -56,13 +58,24 @@ class SaveBoard {
     int attempts = 0;
     int64_t begin_ns = 0;
     std::vector<std::string> records;  // by rank; empty: not yet
+    std::set<int> handed;              // ranks that have handed it over
+    std::set<int> writing;             // of them: have not answered the ticket
+    std::vector<SaveTicket> dead;      // earlier attempts
     bool given_up = false;             // remembered, for ranks that hand it over later
     std::string failure;
+  };
+
+  // Attempts of a save that was given up, and the ranks that may still be writing to them.
+  struct Remains {
+    int64_t step;
+    std::vector<SaveTicket> attempts;
+    std::set<int> writing;
   };
 
   void attempt(int64_t step, Save& save);
   void attempt_failed(int64_t step, int64_t outcome, const std::string& why);
   void give_up(int64_t step, Save& save, const std::string& why);
+  void stopped_writing(int rank, int64_t step, int64_t number);
 
   int world_size_ = 0;
   std::string prefix_;
@@ -70,6 +83,7 @@ class SaveBoard {
   int64_t durable_step_ = -1;
   int64_t attempts_ = 0;
   std::map<int64_t, Save> saves_;
+  std::vector<Remains> remains_;
   std::vector<SaveAction> actions_;
 };
 

@@ -102,6 +102,16 @@ void SnapshotKeeper::commit(int64_t step, std::string body) {
   writer_->channel.post(std::move(m));
 }
 
+void SnapshotKeeper::abandon(int64_t step, std::string ticket) {
+  if (!ensure_writer()) return;  // the next commit removes it, too
+  Message m;
+  m.type = MessageType::kAbandon;
+  m.rank = page_.rank;
+  m.step = step;
+  m.body = std::move(ticket);
+  writer_->channel.post(std::move(m));
+}
+
 void SnapshotKeeper::settled(int64_t step, bool ok, const std::string& failure) {
   tickets_.erase(step);
   for (Handover& h : handovers_) {

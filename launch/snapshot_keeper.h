@@ -34,6 +34,8 @@ class SnapshotKeeper {
   void save(int64_t step, const SaveTicket& ticket);
   // On the committing agent: all shards of the step are written. `body` begins with the ticket.
   void commit(int64_t step, std::string body);
+  // On the committing agent: what an attempt has written, `ticket` says which, is not needed.
+  void abandon(int64_t step, std::string ticket);
   // The step is durable, or will not be: `failure` says why.
   void settled(int64_t step, bool ok, const std::string& failure);
   // Kills the writer.

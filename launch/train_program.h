@@ -45,6 +45,8 @@ class ShardWriter {
   // Makes the step durable and visible; `records` in rank order. Returns the folder.
   virtual Result<std::string> commit(int64_t step, const SaveTicket& ticket,
                                      const std::vector<std::string>& records) = 0;
+  // Removes what an attempt that was given up has written.
+  virtual Status abandon(int64_t step, const SaveTicket& ticket) = 0;
 };
 
 // A trainer and what must outlive it.

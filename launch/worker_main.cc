@@ -169,6 +169,12 @@ int writer_main(const TrainProgram& program) {
     if (request.status().code() == StatusCode::kDeadlineExceeded) continue;
     if (!request.ok()) return kExitOk;
     if (request->type == MessageType::kSegment) continue;
+    if (request->type == MessageType::kAbandon) {
+      if (!writer.ok()) continue;
+      const Status removed = (*writer)->abandon(request->step, unpack<SaveTicket>(request->body));
+      if (!removed.ok()) log().warn("step {}: {}", request->step, removed.message());
+      continue;
+    }
     Message answer;
     if (writer.ok()) {
       write_or_commit(**writer, *request, answer);

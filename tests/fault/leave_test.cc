@@ -176,6 +176,26 @@ TEST(ResumeTest, AFinishedRunHasNothingLeftToDo) {
   EXPECT_EQ(one_more.digest(), undisturbed_digest(w, 3, more));
 }
 
+// No later save comes to clean up after it.
+TEST(SaveTest, ASaveThatIsGivenUpLeavesNoFiles) {
+  Workspace w;
+  TrainJob job(w, "out",
+               {.arguments = {"--set", "training.steps=400", "--set", "checkpoint.every=250", "--set",
+                              "checkpoint.save_last=false", "--set",
+                              R"(fault.kill=[{rank=1,step=250,point="write"},{rank=1,step=250,point="write"},)"
+                              R"({rank=1,step=250,point="write"}])"}});
+  ASSERT_TRUE(job.wait_until([&] { return !job.events("checkpoint_failed").empty(); })) << job.output();
+  const auto is_clean = [&] {
+    for (const auto& entry : std::filesystem::directory_iterator(job.out_dir() + "/checkpoint")) {
+      if (entry.path().filename().string().starts_with("step-")) return false;
+    }
+    return true;
+  };
+  EXPECT_TRUE(job.wait_until(is_clean)) << job.output();
+  EXPECT_TRUE(job.wait().all(1)) << "the newest state is not on disk, and the exit code says so\n" << job.output();
+  EXPECT_TRUE(is_clean());
+}
+
 TEST(ResumeTest, ACheckpointWhoseBytesRottedIsPassedOverForTheOneBefore) {
   Workspace w;
   const std::string expected =

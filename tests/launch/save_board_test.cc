@@ -69,15 +69,48 @@ TEST(SaveBoardTest, ALostWriterIsAnsweredByAnotherAttemptUnderAnotherName) {
   EXPECT_EQ(only(b, Kind::kCommit).records[1], "new 1");
 }
 
-TEST(SaveBoardTest, AWriterThatIsLostEachTimeGivesTheStepUp) {
+TEST(SaveBoardTest, AWriterThatIsLostEachTimeGivesTheStepUpAndAllAttemptsAreRemoved) {
   SaveBoard b = board_of(1);
   b.handed(0, 50, 0, 0);
+  std::vector<std::string> attempts;
   for (int i = 0; i < SaveBoard::kMaxAttempts; ++i) {
     const std::vector<SaveAction> actions = b.take_actions();
     ASSERT_EQ(actions.back().kind, Kind::kSave);
+    attempts.push_back(actions.back().ticket.attempt);
     b.written(0, 50, actions.back().ticket.number, kWriterLost, "signal 11");
   }
-  EXPECT_EQ(only(b, Kind::kSettled).text, "signal 11");
+  const std::vector<SaveAction> end = b.take_actions();
+  ASSERT_EQ(end.size(), 1u + attempts.size());
+  EXPECT_EQ(end[0].kind, Kind::kSettled);
+  EXPECT_EQ(end[0].text, "signal 11");
+  for (size_t i = 0; i < attempts.size(); ++i) {
+    EXPECT_EQ(end[i + 1].kind, Kind::kAbandon);
+    EXPECT_EQ(end[i + 1].ticket.attempt, attempts[i]);
+  }
+}
+
+TEST(SaveBoardTest, WhatWasWrittenInVainIsRemovedWhenTheLastWriterHasAnswered) {
+  SaveBoard b = board_of(3);
+  for (const int r : {0, 1, 2}) b.handed(r, 50, 0, 0);
+  const int64_t number = only(b, Kind::kSave).ticket.number;
+  b.written(0, 50, number, kSaveFailed, "no space");
+  EXPECT_EQ(only(b, Kind::kSettled).text, "no space");
+  b.written(1, 50, number, kSaved, "r");
+  EXPECT_TRUE(b.take_actions().empty()) << "rank 2 may be writing";
+  b.written(2, 50, number, kSaveFailed, "no space");
+  EXPECT_EQ(only(b, Kind::kAbandon).ticket.number, number);
+}
+
+TEST(SaveBoardTest, AnAgentThatIsGoneAnswersNothingAndItsShardIsAskedForAgain) {
+  SaveBoard b = board_of(2);
+  for (const int r : {0, 1}) b.handed(r, 50, 0, 0);
+  b.written(0, 50, only(b, Kind::kSave).ticket.number, kSaved, "r");
+  b.keeper_lost(0);  // its shard is on disk
+  EXPECT_TRUE(b.take_actions().empty());
+  b.keeper_lost(1);
+  const std::vector<SaveAction> again = b.take_actions();
+  ASSERT_EQ(again.size(), 2u);
+  EXPECT_EQ(again[1].kind, Kind::kSave);
 }
 
 TEST(SaveBoardTest, AFullDiskIsToldOnceAndNotTriedAgain) {
@@ -85,7 +118,7 @@ TEST(SaveBoardTest, AFullDiskIsToldOnceAndNotTriedAgain) {
   b.handed(0, 50, 0, 0);
   const SaveAction save = only(b, Kind::kSave);
   b.written(0, 50, save.ticket.number, kSaveFailed, "no space");
-  EXPECT_EQ(only(b, Kind::kSettled).text, "no space");
+  EXPECT_EQ(b.take_actions().at(0).text, "no space");
   b.written(1, 50, save.ticket.number, kSaveFailed, "no space");
   EXPECT_TRUE(b.take_actions().empty());
   // Who hands it over later is told at once, and does not wait for ever.
@@ -115,7 +148,7 @@ TEST(SaveBoardTest, AnOlderStepThatIsStillOpenWhenANewerOneIsDurableIsGivenUp) {
   only(b, Kind::kCommit);
   b.committed(60, saves[1].ticket.number, kSaved, "dir", 0);
   const std::vector<SaveAction> settled = b.take_actions();
-  ASSERT_EQ(settled.size(), 2u);
+  ASSERT_EQ(settled.size(), 2u);  // rank 0 may still be writing step 50
   EXPECT_EQ(settled[0].step, 60);
   EXPECT_EQ(settled[1].step, 50);
   EXPECT_NE(settled[1].text, "");
@@ -128,7 +161,7 @@ TEST(SaveBoardTest, GoingBackGivesUpWhatIsNewerAndLetsItBeSavedAnew) {
   b.went_back_to(40);
   EXPECT_NE(only(b, Kind::kSettled).text, "");
   b.written(0, 60, number, kSaved, "of the abandoned future");
-  EXPECT_TRUE(b.take_actions().empty());
+  EXPECT_EQ(only(b, Kind::kAbandon).ticket.number, number);
   b.handed(0, 60, 0, 0);
   only(b, Kind::kSave);
 }
