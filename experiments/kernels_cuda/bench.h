@@ -1,0 +1,55 @@
+// How this folder's program times kernels: what a case is, and where its memory comes from.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "kernels/kernel_table.h"
+
+namespace kintsugi::kernels_cuda {
+
+using kernels::DType;
+using kernels::KernelError;
+
+// Device memory handed out in pieces, filled with normal numbers that make sense as bf16 and as fp32.
+class Pool {
+ public:
+  Pool(char* data, int64_t size_bytes) : data_(data), size_(size_bytes) {}
+  // 256-byte aligned; null when the pool is used up.
+  template <class T = void>
+  T* take(int64_t size_bytes) {
+    char* piece = data_ + used_;
+    used_ += (size_bytes + 255) / 256 * 256;
+    return used_ > size_ ? nullptr : reinterpret_cast<T*>(piece);
+  }
+  int64_t used() const { return used_; }
+  bool exhausted() const { return used_ > size_; }
+  void reset() { used_ = 0; }
+
+ private:
+  char* data_;
+  int64_t size_;
+  int64_t used_ = 0;
+};
+
+using Launch = std::function<KernelError(cudaStream_t)>;
+
+struct Case {
+  std::string kernel;
+  std::string shape;
+  double bytes = 0;       // read and written at least; 0: bound by operations
+  double operations = 0;  // 0: memory bound
+  // Takes one set of buffers and returns the call on them; called once for each set.
+  std::function<Launch(Pool&)> prepare;
+};
+
+std::vector<Case> rowwise_cases();
+
+// Compares kernels with the reference loops on small inputs; prints what differs. False: something does.
+bool check_rowwise();
+
+}  // namespace kintsugi::kernels_cuda

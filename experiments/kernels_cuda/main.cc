@@ -1,0 +1,149 @@
+// kernels_cuda_bench: every device kernel at training shapes against the bandwidth of a plain copy. See README.md.
+#include <cuda_runtime.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <random>
+
+#include "experiments/kernels_cuda/bench.h"
+#include "kernels/bfloat16.h"
+
+namespace kintsugi::kernels_cuda {
+namespace {
+
+constexpr int64_t kPoolBytes = int64_t{24} << 30;
+constexpr int64_t kBeyondL2Bytes = int64_t{256} << 20;  // what the sets of one case hold together, at least
+constexpr int kSamples = 20;
+constexpr double kSampleMs = 0.4;  // a sample is as many launches as fill this time
+
+// Normal numbers as bf16; two of them side by side are a sensible fp32, too.
+bool fill(char* data, int64_t size_bytes) {
+  std::vector<uint16_t> block(size_t{8} << 20);
+  std::mt19937 rng(1);
+  std::normal_distribution<float> normal;
+  for (uint16_t& x : block) x = kernels::to_bfloat16(normal(rng)).bits;
+  const auto block_bytes = static_cast<int64_t>(block.size() * 2);
+  if (cudaMemcpy(data, block.data(), static_cast<size_t>(block_bytes), cudaMemcpyHostToDevice) != cudaSuccess) {
+    return false;
+  }
+  for (int64_t done = block_bytes; done < size_bytes; done *= 2) {
+    const auto part = static_cast<size_t>(std::min(done, size_bytes - done));
+    if (cudaMemcpy(data + done, data, part, cudaMemcpyDeviceToDevice) != cudaSuccess) return false;
+  }
+  return cudaDeviceSynchronize() == cudaSuccess;
+}
+
+struct Timer {
+  cudaStream_t stream;
+  cudaEvent_t begin, end;
+
+  // ms of `count` calls of launches[i % size].
+  float time(const std::vector<Launch>& launches, int count, int& next) {
+    cudaEventRecord(begin, stream);
+    for (int i = 0; i < count; ++i) launches[static_cast<size_t>(next++) % launches.size()](stream);
+    cudaEventRecord(end, stream);
+    cudaEventSynchronize(end);
+    float ms = 0;
+    cudaEventElapsedTime(&ms, begin, end);
+    return ms;
+  }
+
+  // Median time of one call in us, after a warm-up.
+  double median_us(const std::vector<Launch>& launches) {
+    int next = 0;
+    const auto sets = static_cast<int>(launches.size());
+    time(launches, 2 * sets, next);
+    const double once = static_cast<double>(time(launches, 2 * sets, next)) / (2 * sets);
+    const int count = std::clamp(static_cast<int>(kSampleMs / std::max(once, 1e-4)), 1, 200);
+    std::vector<double> samples;
+    for (int i = 0; i < kSamples; ++i) samples.push_back(static_cast<double>(time(launches, count, next)) / count);
+    std::nth_element(samples.begin(), samples.begin() + kSamples / 2, samples.end());
+    return samples[kSamples / 2] * 1000;
+  }
+};
+
+double copy_gb_per_s(Timer& timer, Pool& pool) {
+  constexpr int64_t kBytes = int64_t{1} << 30;
+  char* from = pool.take<char>(kBytes);
+  char* to = pool.take<char>(kBytes);
+  const std::vector<Launch> copy = {[=](cudaStream_t stream) -> KernelError {
+    return cudaMemcpyAsync(to, from, kBytes, cudaMemcpyDeviceToDevice, stream);
+  }};
+  const double us = timer.median_us(copy);
+  pool.reset();
+  return 2.0 * kBytes / us / 1e3;
+}
+
+nlohmann::json measure(Timer& timer, Pool& pool, const Case& c, double copy_rate) {
+  std::vector<Launch> launches;
+  pool.reset();
+  do {
+    launches.push_back(c.prepare(pool));
+  } while (pool.used() < kBeyondL2Bytes && launches.size() < 64);
+  nlohmann::json row = {{"kernel", c.kernel}, {"shape", c.shape}};
+  if (pool.exhausted()) {
+    std::printf("%-28s %-24s does not fit into the pool\n", c.kernel.c_str(), c.shape.c_str());
+    return row;
+  }
+  const KernelError error = launches[0](timer.stream);
+  if (error != kernels::kKernelOk || cudaStreamSynchronize(timer.stream) != cudaSuccess) {
+    std::printf("%-28s %-24s %s\n", c.kernel.c_str(), c.shape.c_str(),
+                kernels::cuda::kernels().error_text(error).c_str());
+    row["error"] = kernels::cuda::kernels().error_text(error);
+    return row;
+  }
+  const double us = timer.median_us(launches);
+  row["us"] = us;
+  if (c.operations > 0) {
+    const double tflops = c.operations / us / 1e6;
+    std::printf("%-28s %-24s %9.1f us %8.1f TFLOP/s\n", c.kernel.c_str(), c.shape.c_str(), us, tflops);
+    row["tflop_per_s"] = tflops;
+  } else {
+    const double rate = c.bytes / us / 1e3;
+    std::printf("%-28s %-24s %9.1f us %8.0f GB/s %5.1f %%\n", c.kernel.c_str(), c.shape.c_str(), us, rate,
+                100 * rate / copy_rate);
+    row["gb_per_s"] = rate;
+    row["percent_of_copy"] = 100 * rate / copy_rate;
+  }
+  return row;
+}
+
+int run(int argc, char** argv) {
+  CLI::App app("Times the device kernels against the bandwidth of a copy.");
+  std::string json_path, filter;
+  app.add_option("--json", json_path, "write the results there");
+  app.add_option("--filter", filter, "only kernels whose name contains this");
+  CLI11_PARSE(app, argc, argv);
+  cudaDeviceProp device{};
+  char* memory = nullptr;
+  if (cudaGetDeviceProperties(&device, 0) != cudaSuccess || cudaMalloc(&memory, kPoolBytes) != cudaSuccess ||
+      !fill(memory, kPoolBytes)) {
+    std::printf("no device, or not %lld GiB free on it\n", static_cast<long long>(kPoolBytes >> 30));
+    return 1;
+  }
+  if (!check_rowwise()) return 1;
+  Pool pool(memory, kPoolBytes);
+  Timer timer{};
+  cudaStreamCreateWithFlags(&timer.stream, cudaStreamNonBlocking);
+  cudaEventCreate(&timer.begin);
+  cudaEventCreate(&timer.end);
+  const double copy_rate = copy_gb_per_s(timer, pool);
+  std::printf("%s; copy of 1 GiB: %.0f GB/s read + written\n", device.name, copy_rate);
+  nlohmann::json results = nlohmann::json::array();
+  for (const Case& c : rowwise_cases()) {
+    if (c.kernel.find(filter) != std::string::npos) results.push_back(measure(timer, pool, c, copy_rate));
+  }
+  if (!json_path.empty()) {
+    std::ofstream(json_path)
+        << nlohmann::json{{"device", device.name}, {"copy_gb_per_s", copy_rate}, {"cases", results}}.dump(1) << "\n";
+  }
+  return cudaDeviceSynchronize() == cudaSuccess ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace kintsugi::kernels_cuda
+
+int main(int argc, char** argv) { return kintsugi::kernels_cuda::run(argc, argv); }
