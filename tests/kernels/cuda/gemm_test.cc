@@ -1,0 +1,229 @@
+// The device's matrix products against the reference loops.   N rows (tokens)   I input width   O output width
+#include "kernels/gemm.h"
+
+#include <iostream>
+
+#include "kernels/cuda/libraries.h"
+#include "tests/kernels/cuda/rowwise_testing.h"
+
+namespace kintsugi::kernels {
+namespace {
+
+struct Sizes {
+  int64_t N, I, O;
+};
+
+std::string to_string(const Sizes& s) {
+  return "N " + std::to_string(s.N) + " I " + std::to_string(s.I) + " O " + std::to_string(s.O);
+}
+
+constexpr Sizes kSizes[] = {{1, 1, 1},     {3, 7, 5},        {1, 24, 44},     {13, 44, 24},   {50, 24, 251},
+                            {33, 251, 1},  {97, 256, 48},    {64, 600, 77},   {130, 48, 530}, {257, 31, 33},
+                            {128, 64, 96}, {1000, 192, 576}, {2048, 64, 128}, {512, 768, 256}};
+
+// A sum of `terms` products of normal numbers: every rounding errs by at most an ulp of a partial sum (tensor cores cut
+// off where others round), which stays below 8 sqrt(terms) here (8 standard deviations).
+double sum_error(int64_t terms) {
+  const double n = static_cast<double>(terms) + 4;
+  return n * 2 * kF32Round * 8 * std::sqrt(n);
+}
+
+class CudaGemmTest : public CudaRowwiseTest {
+ protected:
+  static void SetUpTestSuite() { ASSERT_EQ(cuda::init_libraries({}), kKernelOk); }
+  const GemmKernels& gemm() const { return cuda::gemm(); }
+  std::string text(KernelError error) const { return cuda::kernels().error_text(error); }
+};
+
+// The elements of `host` from a device address that is no multiple of 16 bytes.
+struct Shifted {
+  explicit Shifted(const Array& host) : memory(host.size() * size_of(host.dtype()) + kBytes) {
+    EXPECT_EQ(cudaMemcpy(data(), host.data(), static_cast<size_t>(host.size() * size_of(host.dtype())),
+                         cudaMemcpyHostToDevice),
+              cudaSuccess);
+  }
+  void* data() const { return memory.as<char>() + kBytes; }
+  static constexpr int64_t kBytes = 4;
+  DeviceMemory memory;
+};
+
+TEST_P(CudaGemmTest, ForwardMatchesTheReferenceWithAndWithoutBias) {
+  for (const Sizes& s : kSizes) {
+    const Array x = normal(s.N * s.I), w = normal(s.O * s.I), bias = normal_f32(s.O);
+    const DeviceMemory dev_x(x), dev_w(w), dev_bias(bias);
+    for (const bool with_bias : {false, true}) {
+      const DeviceMemory y = space(s.N * s.O);
+      const KernelError error =
+          gemm().linear_forward(y.data(), dev_x.data(), dev_w.data(), with_bias ? dev_bias.as<float>() : nullptr, s.N,
+                                s.I, s.O, dtype(), nullptr);
+      EXPECT_EQ(error, kKernelOk) << text(error) << ", " << to_string(s) << " bias " << with_bias;
+      if (error != kKernelOk) continue;
+      Array expected(dtype(), s.N * s.O);
+      reference::gemm().linear_forward(expected.data(), x.data(), w.data(), with_bias ? bias.f32() : nullptr, s.N, s.I,
+                                       s.O, dtype(), nullptr);
+      // The bias is rounded to the storage type first.
+      const double rounded = with_bias ? unit_roundoff(dtype()) * static_cast<double>(bias.max_abs()) : 0.0;
+      expect_close(y.array(dtype()), expected, sum_error(s.I) + rounded, 2 * unit_roundoff(dtype()),
+                   "y, " + to_string(s) + (with_bias ? " bias" : ""));
+    }
+  }
+}
+
+TEST_P(CudaGemmTest, BackwardInputMatchesTheReferenceAndAccumulates) {
+  for (const Sizes& s : kSizes) {
+    const Array dy = normal(s.N * s.O), w = normal(s.O * s.I), before = normal(s.N * s.I);
+    const DeviceMemory dev_dy(dy), dev_w(w);
+    for (const bool accumulate : {false, true}) {
+      Array expected = accumulate ? before : Array(dtype(), s.N * s.I);
+      const DeviceMemory dx(expected);
+      const KernelError error = gemm().linear_backward_input(dx.data(), dev_dy.data(), dev_w.data(), s.N, s.I, s.O,
+                                                             accumulate, dtype(), nullptr);
+      EXPECT_EQ(error, kKernelOk) << text(error) << ", " << to_string(s);
+      if (error != kKernelOk) continue;
+      reference::gemm().linear_backward_input(expected.data(), dy.data(), w.data(), s.N, s.I, s.O, accumulate, dtype(),
+                                              nullptr);
+      expect_close(dx.array(dtype()), expected, sum_error(s.O), 2 * unit_roundoff(dtype()), "dx, " + to_string(s));
+    }
+  }
+}
+
+TEST_P(CudaGemmTest, BackwardWeightMatchesTheReferenceAndAccumulates) {
+  for (const Sizes& s : kSizes) {
+    const Array dy = normal(s.N * s.O), x = normal(s.N * s.I), before = normal_f32(s.O * s.I);
+    const DeviceMemory dev_dy(dy), dev_x(x);
+    for (const bool accumulate : {false, true}) {
+      Array expected = accumulate ? before : Array(DType::kF32, s.O * s.I);
+      const DeviceMemory dw(expected);
+      const KernelError error = gemm().linear_backward_weight(dw.as<float>(), dev_dy.data(), dev_x.data(), s.N, s.I,
+                                                              s.O, accumulate, dtype(), nullptr);
+      EXPECT_EQ(error, kKernelOk) << text(error) << ", " << to_string(s);
+      if (error != kKernelOk) continue;
+      reference::gemm().linear_backward_weight(expected.f32(), dy.data(), x.data(), s.N, s.I, s.O, accumulate, dtype(),
+                                               nullptr);
+      expect_close(dw.array(DType::kF32), expected, sum_error(s.N), 2 * kF32Round, "dw, " + to_string(s));
+    }
+  }
+}
+
+TEST_P(CudaGemmTest, BiasGradientMatchesTheReferenceAndAccumulates) {
+  for (const Sizes& s : {Sizes{1, 1, 1}, Sizes{300, 1, 251}, Sizes{65, 1, 513}, Sizes{4099, 1, 768}, Sizes{20000, 1, 8},
+                         Sizes{129, 1, 20001}}) {
+    const Array dy = normal(s.N * s.O), before = normal_f32(s.O);
+    const DeviceMemory dev_dy(dy);
+    for (const bool accumulate : {false, true}) {
+      Array expected = accumulate ? before : Array(DType::kF32, s.O);
+      const DeviceMemory dbias(expected);
+      ASSERT_EQ(gemm().linear_backward_bias(dbias.as<float>(), dev_dy.data(), s.N, s.O, accumulate, dtype(), nullptr),
+                kKernelOk);
+      reference::gemm().linear_backward_bias(expected.f32(), dy.data(), s.N, s.O, accumulate, dtype(), nullptr);
+      expect_close(dbias.array(DType::kF32), expected, sum_error(s.N), 2 * kF32Round, "dbias, " + to_string(s));
+    }
+  }
+}
+
+TEST_P(CudaGemmTest, OperandsMayStartAnywhere) {
+  const Sizes s{70, 64, 48};
+  const Array x = normal(s.N * s.I), w = normal(s.O * s.I), bias = normal_f32(s.O);
+  const Shifted dev_x(x), dev_w(w), dev_bias(bias);
+  Array nothing(dtype(), s.N * s.O);
+  const Shifted y(nothing);
+  const KernelError error =
+      gemm().linear_forward(y.data(), dev_x.data(), dev_w.data(), static_cast<const float*>(dev_bias.data()), s.N, s.I,
+                            s.O, dtype(), nullptr);
+  ASSERT_EQ(error, kKernelOk) << text(error);
+  Array expected(dtype(), s.N * s.O), actual(dtype(), s.N * s.O);
+  reference::gemm().linear_forward(expected.data(), x.data(), w.data(), bias.f32(), s.N, s.I, s.O, dtype(), nullptr);
+  ASSERT_EQ(cudaMemcpy(actual.data(), y.data(), static_cast<size_t>(actual.size() * size_of(dtype())),
+                       cudaMemcpyDeviceToHost),
+            cudaSuccess);
+  expect_close(actual, expected, sum_error(s.I) + unit_roundoff(dtype()) * static_cast<double>(bias.max_abs()),
+               2 * unit_roundoff(dtype()), "y");
+}
+
+TEST_P(CudaGemmTest, NoTokensGiveZeroWeightGradients) {
+  const DeviceMemory dw(15 * 4), db(3 * 4), x = space(1);
+  ASSERT_EQ(gemm().linear_backward_weight(dw.as<float>(), x.data(), x.data(), 0, 5, 3, false, dtype(), nullptr),
+            kKernelOk);
+  ASSERT_EQ(gemm().linear_backward_bias(db.as<float>(), x.data(), 0, 3, false, dtype(), nullptr), kKernelOk);
+  const Array weights = dw.array(DType::kF32), biases = db.array(DType::kF32);
+  for (int64_t i = 0; i < weights.size(); ++i) EXPECT_EQ(weights.get(i), 0.0f);
+  for (int64_t i = 0; i < biases.size(); ++i) EXPECT_EQ(biases.get(i), 0.0f);
+}
+
+// Few outputs and long sums: where splitting the sum over blocks pays.
+TEST_P(CudaGemmTest, TheSameCallGivesTheSameBitsAgainAndInsideAGraph) {
+  const Sizes s{16384, 256, 128};
+  const DeviceMemory dy(normal(s.N * s.O)), x(normal(s.N * s.I));
+  cudaStream_t stream = nullptr;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+  const auto multiply = [&](const DeviceMemory& dw, const DeviceMemory& db) {
+    const KernelError error =
+        gemm().linear_backward_weight(dw.as<float>(), dy.data(), x.data(), s.N, s.I, s.O, false, dtype(), stream);
+    return error != kKernelOk
+               ? error
+               : gemm().linear_backward_bias(db.as<float>(), dy.data(), s.N, s.O, false, dtype(), stream);
+  };
+  const DeviceMemory first(s.O * s.I * 4), again(s.O * s.I * 4), recorded(s.O * s.I * 4);
+  const DeviceMemory first_bias(s.O * 4), again_bias(s.O * 4), recorded_bias(s.O * 4);
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  ASSERT_EQ(multiply(first, first_bias), kKernelOk);
+  ASSERT_EQ(multiply(again, again_bias), kKernelOk);
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t executable = nullptr;
+  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  EXPECT_EQ(multiply(recorded, recorded_bias), kKernelOk);
+  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  ASSERT_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
+  ASSERT_EQ(cudaGraphLaunch(executable, stream), cudaSuccess);
+  ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+  expect_same_bits(again.array(DType::kF32), first.array(DType::kF32), "dw, second call");
+  expect_same_bits(recorded.array(DType::kF32), first.array(DType::kF32), "dw, in a graph");
+  expect_same_bits(again_bias.array(DType::kF32), first_bias.array(DType::kF32), "dbias, second call");
+  expect_same_bits(recorded_bias.array(DType::kF32), first_bias.array(DType::kF32), "dbias, in a graph");
+  cudaGraphExecDestroy(executable);
+  cudaGraphDestroy(graph);
+  cuda::release_library_stream(stream);
+  cudaStreamDestroy(stream);
+}
+
+TEST_P(CudaGemmTest, SizesBelowOneAreRefused) {
+  const DeviceMemory m = space(16);
+  EXPECT_NE(gemm().linear_forward(m.data(), m.data(), m.data(), nullptr, 1, 0, 1, dtype(), nullptr), kKernelOk);
+  EXPECT_NE(gemm().linear_backward_input(m.data(), m.data(), m.data(), -1, 1, 1, false, dtype(), nullptr), kKernelOk);
+}
+
+KTG_FOR_BOTH_TYPES(CudaGemmTest);
+
+TEST(CudaGemmLibraryTest, StreamsGetScratchOfTheirOwnAndGiveItBack) {
+  ASSERT_EQ(cuda::init_libraries({}), kKernelOk);
+  const DeviceMemory m(256);
+  const auto use = [&](cudaStream_t stream) {
+    return cuda::gemm().linear_forward(m.data(), m.data(), m.data(), nullptr, 2, 2, 2, DType::kF32, stream);
+  };
+  int64_t most = 0;
+  for (int round = 0; round < 2; ++round) {
+    std::vector<cudaStream_t> streams(3);
+    for (cudaStream_t& stream : streams) {
+      ASSERT_EQ(cudaStreamCreate(&stream), cudaSuccess);
+      ASSERT_EQ(use(stream), kKernelOk);
+    }
+    const int64_t held = cuda::library_scratch_bytes();
+    if (round == 1) {
+      EXPECT_EQ(held, most) << "new streams take what old ones gave back";
+    }
+    most = held;
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    for (cudaStream_t stream : streams) {
+      cuda::release_library_stream(stream);
+      cudaStreamDestroy(stream);
+    }
+  }
+}
+
+TEST(CudaGemmLibraryTest, NamesWhatServesTheProducts) {
+  std::cout << cuda::gemm().library() << std::endl;
+  EXPECT_TRUE(std::string(cuda::gemm().library()).starts_with("cuBLASLt ")) << cuda::gemm().library();
+}
+
+}  // namespace
+}  // namespace kintsugi::kernels
