@@ -81,6 +81,7 @@ class NcclCommunicator final : public Communicator {
   ~NcclCommunicator() override {
     core_->ended = true;
     core_->handle->finish(Deadline::after(kFinishPatience));
+    core_->handle->drop_before_abort();
   }
 
   const Membership& membership() const override { return core_->handle->membership(); }
@@ -139,12 +140,12 @@ Status NcclCommunicator::join(Stream& stream) {
     KTG_ASSIGN_OR_RETURN(joined_, core_->events->take());
   }
   KTG_RETURN_IF_ERROR(cuda_status(cudaEventRecord(joined_.get(), native(stream)), "cudaEventRecord"));
-  return cuda_status(cudaStreamWaitEvent(core_->queue.stream(), joined_.get(), 0), "cudaStreamWaitEvent");
+  return cuda_status(cudaStreamWaitEvent(core_->queue(), joined_.get(), 0), "cudaStreamWaitEvent");
 }
 
 Result<WorkPtr> NcclCommunicator::end(Stream& stream) {
   KTG_ASSIGN_OR_RETURN(EventPool::Event done, core_->events->take());
-  KTG_RETURN_IF_ERROR(cuda_status(cudaEventRecord(done.get(), core_->queue.stream()), "cudaEventRecord"));
+  KTG_RETURN_IF_ERROR(cuda_status(cudaEventRecord(done.get(), core_->queue()), "cudaEventRecord"));
   last_ = done;
   return WorkPtr(new NcclWork(core_, std::move(done), native(stream)));
 }
@@ -153,7 +154,7 @@ Result<WorkPtr> NcclCommunicator::launch(const CallRecord& call, std::initialize
                                          Stream& stream, const Calls& calls) {
   KTG_RETURN_IF_ERROR(begin(call, memory, stream));
   if (call.size > 0) {
-    const auto enqueue = [&](ncclComm_t comm) { return calls(comm, core_->queue.stream()); };
+    const auto enqueue = [&](ncclComm_t comm) { return calls(comm, core_->queue()); };
     KTG_RETURN_IF_ERROR(core_->handle->call(call.what, enqueue, core_->call_deadline()));
   }
   return end(stream);
@@ -240,7 +241,7 @@ Status NcclCommunicator::sum_chunk(const FixedOrderPlan& plan, float* out, std::
   const int me = rank(), n = world_size();
   const int own = plan.first_part[me];
   const Slice mine = slice_of(count, me, n);
-  const cudaStream_t queue = core_->queue.stream();
+  const cudaStream_t queue = core_->queue();
   std::vector<float*> operands(plan.num_operands);
   for (int p = 0; p < plan.num_operands; ++p) operands[p] = staging_.as<float>() + p * slot_size;
   for (size_t j = 0; j < parts.size(); ++j) operands[own + j] = parts[j] + begin + mine.begin;
@@ -390,12 +391,13 @@ Result<std::unique_ptr<Communicator>> create_nccl_communicator(const NcclSetup& 
   KTG_RETURN_IF_ERROR(introduced->wait(deadline));
   if (all[0].has_id == 0) return id_status.ok() ? unavailable("rank 0 cannot make an NCCL id") : id_status;
 
-  KTG_ASSIGN_OR_RETURN(DeviceQueue queue, DeviceQueue::create());
-  auto core = std::make_shared<NcclCore>(setup, config, std::move(queue));
+  KTG_ASSIGN_OR_RETURN(std::unique_ptr<Stream> stream, setup.backend->create_stream(runtime::StreamPriority::kHigh));
+  auto core = std::make_shared<NcclCore>(setup, config, std::move(stream));
   for (const Introduction& peer : all) {
     core->peers.push_back({.heap = peer.heap, .same_host = peer.host == own.host, .tried = false, .memory = {}});
   }
-  KTG_ASSIGN_OR_RETURN(core->handle, NcclHandle::begin(all[0].id, membership, config.max_ctas, stop));
+  KTG_ASSIGN_OR_RETURN(core->handle,
+                       NcclHandle::begin(all[0].id, membership, config.max_ctas, stop, setup.before_abort));
   return std::unique_ptr<Communicator>(new NcclCommunicator(std::move(core)));
 }
 
@@ -403,7 +405,7 @@ Status warm_up_nccl() {
   KTG_ASSIGN_OR_RETURN(const ncclUniqueId id, NcclHandle::create_id());
   KTG_ASSIGN_OR_RETURN(
       const std::shared_ptr<NcclHandle> handle,
-      NcclHandle::begin(id, {.generation = -1, .rank = 0, .world_size = 1}, /*max_ctas=*/0, StopToken()));
+      NcclHandle::begin(id, {.generation = -1, .rank = 0, .world_size = 1}, /*max_ctas=*/0, StopToken(), nullptr));
   KTG_RETURN_IF_ERROR(handle->wait_ready(Deadline::after(kWarmUpPatience)));
   handle->finish(Deadline::after(kFinishPatience));
   return handle->status();

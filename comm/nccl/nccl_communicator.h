@@ -22,6 +22,7 @@
 // do always.
 #pragma once
 
+#include <functional>
 #include <memory>
 
 #include "comm/communicator.h"
@@ -35,6 +36,9 @@ struct NcclSetup {
   Communicator* control = nullptr;  // same membership; outlives the communicator
   runtime::Backend* backend = nullptr;
   DeviceHeap* heap = nullptr;  // null: fetch goes through NCCL; outlives the communicator
+  // Shuts the gate through which updates go. Called once, before NCCL's kernels are aborted for whatever reason, from
+  // the thread that aborts; must not block. Not called any more once the communicator is gone.
+  std::function<void()> before_abort = nullptr;
 };
 
 // Returns once every rank has come and the exchange of ids is done; NCCL goes on connecting, and the first collective

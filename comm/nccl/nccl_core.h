@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "comm/nccl/device_heap.h"
-#include "comm/nccl/device_queue.h"
+#include "comm/nccl/event_pool.h"
 #include "comm/nccl/nccl_communicator.h"
 #include "comm/nccl/nccl_handle.h"
 
@@ -28,11 +28,12 @@ struct NcclPeer {
 };
 
 struct NcclCore {
-  NcclCore(NcclSetup s, const CommConfig& c, DeviceQueue q) : setup(s), config(c), queue(std::move(q)) {}
+  NcclCore(NcclSetup s, const CommConfig& c, std::unique_ptr<Stream> own)
+      : setup(std::move(s)), config(c), stream(std::move(own)) {}
 
   NcclSetup setup;
   const CommConfig config;
-  DeviceQueue queue;
+  const std::unique_ptr<Stream> stream;
   std::shared_ptr<EventPool> events = std::make_shared<EventPool>();
   std::shared_ptr<NcclHandle> handle;
   std::vector<NcclPeer> peers;  // by rank
@@ -41,6 +42,7 @@ struct NcclCore {
   std::vector<std::shared_ptr<void>> kept;
   bool ended = false;  // the communicator is gone, and with it what `setup` names
 
+  cudaStream_t queue() const { return static_cast<cudaStream_t>(stream->handle()); }
   int rank() const { return handle->membership().rank; }
   int world_size() const { return handle->membership().world_size; }
   Deadline call_deadline() const { return Deadline::after(std::chrono::milliseconds(config.timeout_ms)); }

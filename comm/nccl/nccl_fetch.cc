@@ -121,7 +121,7 @@ class FetchWork final : public Work {
     }
     const int me = core_->rank();
     if (size_bytes_ == 0) return ok_status();
-    const cudaStream_t queue = core_->queue.stream();
+    const cudaStream_t queue = core_->queue();
     if (me == source_) {
       if (sent_to.empty()) return ok_status();
       const auto send = [&](ncclComm_t comm) {

@@ -28,10 +28,11 @@ Result<ncclUniqueId> NcclHandle::create_id() {
 }
 
 Result<std::shared_ptr<NcclHandle>> NcclHandle::begin(const ncclUniqueId& id, const Membership& membership,
-                                                      int64_t max_ctas, StopToken stop) {
+                                                      int64_t max_ctas, StopToken stop,
+                                                      std::function<void()> before_abort) {
   int device = 0;
   KTG_RETURN_IF_ERROR(cuda_status(cudaGetDevice(&device), "cudaGetDevice"));
-  std::shared_ptr<NcclHandle> handle(new NcclHandle(membership, stop, device));
+  std::shared_ptr<NcclHandle> handle(new NcclHandle(membership, stop, device, std::move(before_abort)));
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 0;
   if (max_ctas > 0) {
@@ -53,7 +54,7 @@ Result<std::shared_ptr<NcclHandle>> NcclHandle::begin(const ncclUniqueId& id, co
 
 NcclHandle::~NcclHandle() {
   NcclRegistry& registry = NcclRegistry::process();
-  registry.remove(this);
+  registry.forget_expired();
   const std::lock_guard lock(registry.nccl_mutex_);
   if (comm_ == nullptr) return;
   (void)ncclGroupStart();
@@ -181,6 +182,17 @@ void NcclHandle::mark_failed(const Status& why) {
 Status NcclHandle::status() const {
   const std::lock_guard lock(status_mutex_);
   return status_;
+}
+
+void NcclHandle::drop_before_abort() {
+  const std::lock_guard lock(hook_mutex_);
+  before_abort_ = nullptr;
+}
+
+void NcclHandle::announce_abort() {
+  const std::lock_guard lock(hook_mutex_);
+  if (before_abort_ && !abort_announced_) before_abort_();
+  abort_announced_ = true;
 }
 
 void NcclHandle::abort_now() {

@@ -24,7 +24,10 @@ class NcclHandle final : public std::enable_shared_from_this<NcclHandle> {
   static Result<ncclUniqueId> create_id();
   // Begins to connect, and registers the communicator; the peers need not have come. On the current device.
   static Result<std::shared_ptr<NcclHandle>> begin(const ncclUniqueId& id, const Membership& membership,
-                                                   int64_t max_ctas, StopToken stop);
+                                                   int64_t max_ctas, StopToken stop,
+                                                   std::function<void()> before_abort);
+  // Whoever made it goes away; waits for a call that is running.
+  void drop_before_abort();
   // Aborts what finish() has not ended.
   ~NcclHandle();
   NcclHandle(const NcclHandle&) = delete;
@@ -52,18 +55,23 @@ class NcclHandle final : public std::enable_shared_from_this<NcclHandle> {
 
  private:
   friend class NcclRegistry;
-  NcclHandle(const Membership& membership, StopToken stop, int device)
-      : membership_(membership), stop_(stop), device_(device) {}
+  NcclHandle(const Membership& membership, StopToken stop, int device, std::function<void()> before_abort)
+      : membership_(membership), stop_(stop), device_(device), before_abort_(std::move(before_abort)) {}
   Status settle(ncclResult_t result, const char* what, Deadline deadline);
   std::string describe(const char* what) const;
   Status error_of(ncclResult_t result, const char* what);
   void mark_failed(const Status& why);
+  // Before an abort, from the aborting thread.
+  void announce_abort();
   // nccl_mutex held, within a group.
   void abort_now();
 
   const Membership membership_;
   const StopToken stop_;
   const int device_;
+  std::mutex hook_mutex_;
+  std::function<void()> before_abort_;
+  bool abort_announced_ = false;
   ncclComm_t comm_ = nullptr;  // under the registry's nccl_mutex_; null once it has ended
   bool ready_ = false;         // of the calling thread
   std::atomic<bool> failed_{false};

@@ -16,19 +16,13 @@ NcclRegistry& NcclRegistry::process() {
   return registry;
 }
 
-void NcclRegistry::set_before_abort(std::function<void()> hook) {
-  const std::lock_guard lock(hook_mutex_);
-  before_abort_ = std::move(hook);
-}
-
 void NcclRegistry::add(const std::shared_ptr<NcclHandle>& handle) {
   const std::lock_guard lock(list_mutex_);
   std::erase_if(handles_, [](const std::weak_ptr<NcclHandle>& h) { return h.expired(); });
   handles_.push_back(handle);
 }
 
-void NcclRegistry::remove(const NcclHandle*) {
-  // Its weak pointer has expired by now.
+void NcclRegistry::forget_expired() {
   const std::lock_guard lock(list_mutex_);
   std::erase_if(handles_, [](const std::weak_ptr<NcclHandle>& h) { return h.expired(); });
 }
@@ -51,10 +45,7 @@ int64_t NcclRegistry::size() const {
 void NcclRegistry::abort_all(int64_t last_generation, const Status& why) {
   const std::vector<std::shared_ptr<NcclHandle>> handles = alive(last_generation);
   if (handles.empty()) return;
-  {
-    const std::lock_guard lock(hook_mutex_);
-    if (before_abort_) before_abort_();
-  }
+  for (const auto& handle : handles) handle->announce_abort();
   // Callers that poll see this between two polls, and leave NCCL.
   const Status reason = why.code() == StatusCode::kAborted ? why : aborted(why.message());
   for (const auto& handle : handles) handle->mark_failed(reason);

@@ -7,13 +7,12 @@
 // communicators are non-blocking and are polled with the lock given back in between.
 //
 // An aborted collective's kernel ends with whatever lies in its buffers, and the device goes on with what is queued
-// behind it. The hook runs before the abort: it raises the word that device code tests, so that nothing that follows
-// counts.
+// behind it. So NcclSetup::before_abort runs first: it raises the word that device code tests, so that nothing that
+// follows counts.
 // Thread safe. In builds without NCCL (no_nccl.cc) there is nothing to abort.
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -28,8 +27,6 @@ class NcclRegistry {
  public:
   static NcclRegistry& process();
 
-  // Called in the aborting thread, before every abort; must not block. Null: none. Waits for a call that is running.
-  void set_before_abort(std::function<void()> hook);
   // Ends every communicator of generations up to `last_generation`; their calls return `why` (as kAborted) from now on.
   // Returns when NCCL has let go of their memory: 0.1 to 0.6 s with several ranks on one GPU. Cheap when there are
   // none.
@@ -43,13 +40,11 @@ class NcclRegistry {
  private:
   friend class NcclHandle;
   void add(const std::shared_ptr<NcclHandle>& handle);
-  void remove(const NcclHandle* handle);
+  void forget_expired();
   std::vector<std::shared_ptr<NcclHandle>> alive(int64_t last_generation) const;
 
-  mutable std::mutex list_mutex_;  // of the two below; never held while NCCL is called
+  mutable std::mutex list_mutex_;  // of the list; never held while NCCL is called
   std::vector<std::weak_ptr<NcclHandle>> handles_;
-  std::mutex hook_mutex_;
-  std::function<void()> before_abort_;
   std::mutex nccl_mutex_;  // whoever holds it is inside NCCL
 };
 

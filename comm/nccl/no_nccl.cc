@@ -19,10 +19,6 @@ NcclRegistry& NcclRegistry::process() {
   static NcclRegistry registry;
   return registry;
 }
-void NcclRegistry::set_before_abort(std::function<void()> hook) {
-  const std::lock_guard lock(hook_mutex_);
-  before_abort_ = std::move(hook);
-}
 void NcclRegistry::abort_all(int64_t, const Status&) {}
 Status NcclRegistry::check_all() { return ok_status(); }
 int64_t NcclRegistry::size() const { return 0; }
