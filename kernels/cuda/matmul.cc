@@ -53,6 +53,14 @@ class Preference {
   cublasLtMatmulPreference_t handle_ = nullptr;
 };
 
+// In-place split-K adds to the output whichever part is ready, and partial sums in bf16 lose what fp32 keeps.
+uint32_t allowed_schemes(bool fp32_output, bool deterministic) {
+  uint32_t schemes = CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+  if (fp32_output) schemes |= CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE;
+  if (fp32_output && !deterministic) schemes |= CUBLASLT_REDUCTION_SCHEME_INPLACE;
+  return schemes;
+}
+
 template <class T>
 cublasStatus_t set(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t attribute, T value) {
   return cublasLtMatmulDescSetAttribute(operation, attribute, &value, sizeof value);
@@ -97,11 +105,8 @@ cublasStatus_t Matmul::propose(std::vector<cublasLtMatmulAlgo_t>* algorithms, in
   KTG_RETURN_IF_CUBLAS_ERROR(preference.create());
   KTG_RETURN_IF_CUBLAS_ERROR(
       preference.set<uint64_t>(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(scratch_bytes)));
-  // In-place split-K adds to the output whichever part is ready, and partial sums in bf16 lose what fp32 keeps.
-  uint32_t schemes = CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
-  if (fp32_output_) schemes |= CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE;
-  if (!deterministic && fp32_output_) schemes |= CUBLASLT_REDUCTION_SCHEME_INPLACE;
-  KTG_RETURN_IF_CUBLAS_ERROR(preference.set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, schemes));
+  KTG_RETURN_IF_CUBLAS_ERROR(
+      preference.set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, allowed_schemes(fp32_output_, deterministic)));
   const uint32_t alignment = aligned_ ? 16 : fp32_output_ ? 4 : 2;
   const uint32_t input_alignment = aligned_ ? 16 : 2;
   KTG_RETURN_IF_CUBLAS_ERROR(preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, input_alignment));
@@ -119,7 +124,14 @@ cublasStatus_t Matmul::propose(std::vector<cublasLtMatmulAlgo_t>* algorithms, in
   return algorithms->empty() ? CUBLAS_STATUS_NOT_SUPPORTED : CUBLAS_STATUS_SUCCESS;
 }
 
-bool Matmul::accepts(const cublasLtMatmulAlgo_t& algorithm, int64_t scratch_bytes) {
+bool Matmul::accepts(const cublasLtMatmulAlgo_t& algorithm, bool deterministic, int64_t scratch_bytes) {
+  uint32_t scheme = 0;
+  size_t written = 0;
+  if (cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, &scheme, sizeof scheme,
+                                           &written) != CUBLAS_STATUS_SUCCESS ||
+      (scheme & ~allowed_schemes(fp32_output_, deterministic)) != 0) {
+    return false;
+  }
   cublasLtMatmulHeuristicResult_t result{};
   return cublasLtMatmulAlgoCheck(cublaslt_handle(), &operation_, &a_, &b_, &d_, &d_, &algorithm, &result) ==
              CUBLAS_STATUS_SUCCESS &&

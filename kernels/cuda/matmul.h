@@ -33,8 +33,8 @@ class Matmul {
   // `deterministic`, that adds partial sums in an order that may vary.
   cublasStatus_t propose(std::vector<cublasLtMatmulAlgo_t>* algorithms, int count, bool deterministic,
                          int64_t scratch_bytes);
-  // Whether the library knows the algorithm, for this product and within the scratch.
-  bool accepts(const cublasLtMatmulAlgo_t& algorithm, int64_t scratch_bytes);
+  // Whether the library knows the algorithm, for this product and within the same bounds.
+  bool accepts(const cublasLtMatmulAlgo_t& algorithm, bool deterministic, int64_t scratch_bytes);
   cublasStatus_t run(const Operands& operands, const cublasLtMatmulAlgo_t& algorithm, void* scratch,
                      int64_t scratch_bytes, cudaStream_t stream);
 

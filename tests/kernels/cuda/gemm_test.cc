@@ -3,6 +3,7 @@
 
 #include <iostream>
 
+#include "kernels/cuda/gemm_tuning.h"
 #include "kernels/cuda/libraries.h"
 #include "tests/kernels/cuda/rowwise_testing.h"
 
@@ -192,6 +193,42 @@ TEST_P(CudaGemmTest, SizesBelowOneAreRefused) {
   EXPECT_NE(gemm().linear_backward_input(m.data(), m.data(), m.data(), -1, 1, 1, false, dtype(), nullptr), kKernelOk);
 }
 
+TEST_P(CudaGemmTest, TunedAlgorithmsTravelAsTextAndGiveRightResults) {
+  const Sizes s{1024, 512, 256};
+  std::vector<cuda::GemmProblem> problems;
+  for (const cuda::GemmOp op : {cuda::GemmOp::kForward, cuda::GemmOp::kBackwardInput, cuda::GemmOp::kBackwardWeight}) {
+    problems.push_back({op, s.N, s.I, s.O, dtype()});
+    problems.push_back({op, s.N, s.I, s.O, dtype(), op == cuda::GemmOp::kBackwardWeight});
+    problems.push_back({op, 33, 40, 72, dtype()});
+  }
+  const int64_t scratch_bytes = cuda::gemm_tuning_scratch_bytes(problems);
+  const DeviceMemory scratch(scratch_bytes);
+  cuda::GemmTable table;
+  table.environment = cuda::gemm_environment();
+  std::vector<cuda::GemmTuning> report;
+  const KernelError error =
+      cuda::tune_gemms(&table, table.missing(problems), scratch.data(), scratch_bytes, {}, nullptr, &report);
+  ASSERT_EQ(error, kKernelOk) << text(error);
+  EXPECT_TRUE(table.missing(problems).empty());
+  for (const cuda::GemmTuning& t : report) {
+    EXPECT_GT(t.candidates, 0);
+    EXPECT_LE(t.best_us, t.first_us) << to_string(t.problem);
+  }
+  cuda::GemmTable read;
+  std::string why;
+  ASSERT_TRUE(cuda::parse_gemm_table(cuda::to_text(table), &read, &why)) << why;
+  ASSERT_TRUE(cuda::use_gemm_table(read, &why)) << why;
+  const Array dy = normal(s.N * s.O), x = normal(s.N * s.I);
+  const DeviceMemory dev_dy(dy), dev_x(x), dw(s.O * s.I * 4);
+  ASSERT_EQ(gemm().linear_backward_weight(dw.as<float>(), dev_dy.data(), dev_x.data(), s.N, s.I, s.O, false, dtype(),
+                                          nullptr),
+            kKernelOk);
+  Array expected(DType::kF32, s.O * s.I);
+  reference::gemm().linear_backward_weight(expected.f32(), dy.data(), x.data(), s.N, s.I, s.O, false, dtype(), nullptr);
+  expect_close(dw.array(DType::kF32), expected, sum_error(s.N), 2 * kF32Round, "dw");
+  EXPECT_TRUE(cuda::use_gemm_table({cuda::gemm_environment(), {}}, &why)) << why;
+}
+
 KTG_FOR_BOTH_TYPES(CudaGemmTest);
 
 TEST(CudaGemmLibraryTest, StreamsGetScratchOfTheirOwnAndGiveItBack) {
@@ -218,6 +255,22 @@ TEST(CudaGemmLibraryTest, StreamsGetScratchOfTheirOwnAndGiveItBack) {
       cudaStreamDestroy(stream);
     }
   }
+}
+
+TEST(CudaGemmLibraryTest, TablesOfOtherMachinesAndStrangeAlgorithmsAreRefused) {
+  ASSERT_EQ(cuda::init_libraries({}), kKernelOk);
+  std::string why;
+  cuda::GemmTable table;
+  table.environment = cuda::gemm_environment();
+  table.environment.cublaslt += 1;
+  EXPECT_FALSE(cuda::use_gemm_table(table, &why));
+  EXPECT_NE(why.find("made on"), std::string::npos) << why;
+  table.environment = cuda::gemm_environment();
+  cuda::TunedGemm strange{{cuda::GemmOp::kForward, 64, 64, 64}, 1.0, {}};
+  strange.algorithm.fill(0x0123456789abcdefu);
+  table.put(strange);
+  EXPECT_FALSE(cuda::use_gemm_table(table, &why));
+  EXPECT_NE(why.find("refuses"), std::string::npos) << why;
 }
 
 TEST(CudaGemmLibraryTest, NamesWhatServesTheProducts) {

@@ -1,0 +1,228 @@
+#include "kernels/cuda/gemm_tuning.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "kernels/cuda/gemm_kernels.h"
+#include "kernels/cuda/library_handles.h"
+#include "kernels/cuda/matmul.h"
+
+namespace kintsugi::kernels::cuda {
+namespace {
+
+static_assert(sizeof(cublasLtMatmulAlgo_t) == sizeof(TunedGemm::algorithm));
+
+cublasLtMatmulAlgo_t algorithm_of(const TunedGemm& entry) {
+  cublasLtMatmulAlgo_t algorithm;
+  std::memcpy(&algorithm, entry.algorithm.data(), sizeof algorithm);
+  return algorithm;
+}
+
+constexpr int64_t round_up(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+// Where a product's operands lie in the scratch; 16 bytes more than they need, so that they can be moved off alignment.
+struct Places {
+  int64_t d, a, b, bias, end;
+};
+Places places_of(const GemmProblem& p) {
+  const int64_t element = size_of(p.dtype), x = p.N * p.I * element, y = p.N * p.O * element, w = p.I * p.O * element;
+  const bool forward = p.op == GemmOp::kForward, weight = p.op == GemmOp::kBackwardWeight;
+  const int64_t d_bytes = weight ? p.I * p.O * 4 : forward ? y : x;
+  Places at{};
+  at.a = round_up(d_bytes + 16);
+  at.b = at.a + round_up((weight ? x : w) + 16);
+  at.bias = at.b + round_up((forward ? x : y) + 16);
+  at.end = at.bias + round_up(p.O * element + 16);
+  return at;
+}
+
+double operations(const GemmProblem& p) {
+  return 2.0 * static_cast<double>(p.N) * static_cast<double>(p.I) * static_cast<double>(p.O);
+}
+
+// Pairs of events around each call that is timed.
+class Stopwatch {
+ public:
+  Stopwatch() = default;
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+  ~Stopwatch() {
+    for (cudaEvent_t event : events_) cudaEventDestroy(event);
+  }
+  cudaError_t create(int pairs) {
+    for (int i = 0; i < 2 * pairs; ++i) {
+      cudaEvent_t event = nullptr;
+      if (const cudaError_t error = cudaEventCreate(&event); error != cudaSuccess) return error;
+      events_.push_back(event);
+    }
+    return cudaSuccess;
+  }
+  cudaEvent_t begin(size_t pair) const { return events_[2 * pair]; }
+  cudaEvent_t end(size_t pair) const { return events_[2 * pair + 1]; }
+
+ private:
+  std::vector<cudaEvent_t> events_;
+};
+
+class Tuner {
+ public:
+  Tuner(char* scratch, int64_t scratch_bytes, const GemmTuningOptions& options, StreamHandle stream)
+      : scratch_(scratch), scratch_bytes_(scratch_bytes), options_(options), stream_(stream) {}
+
+  KernelError start() {
+    if (const KernelError error = stream_scratch(&workspace_, stream_); error != kKernelOk) return error;
+    if (const cudaError_t error = watch_.create(options_.candidates * options_.repetitions); error != cudaSuccess) {
+      return error;
+    }
+    // Pairs of bf16 are sensible fp32 numbers, too.
+    return fill_random(scratch_, scratch_bytes_ / 2, 1, DType::kBF16, cuda_stream());
+  }
+
+  // The table's entry for the product; `seen` says what was timed.
+  KernelError tune(TunedGemm* entry, GemmTuning* seen, const GemmProblem& problem) {
+    const Places at = places_of(problem);
+    const bool fits = at.end <= scratch_bytes_;
+    const int64_t shift = problem.aligned ? 0 : 4;
+    char* base = scratch_ + shift;
+    const Operands operands{base + at.d, base + at.a, base + at.b, problem.bias ? base + at.bias : nullptr};
+    Matmul matmul;
+    if (const cublasStatus_t s = matmul.init(problem, operands.bias); s != CUBLAS_STATUS_SUCCESS) {
+      return cublas_error(s);
+    }
+    std::vector<cublasLtMatmulAlgo_t> algorithms;
+    const cublasStatus_t status =
+        matmul.propose(&algorithms, options_.candidates, deterministic_algorithms(), stream_scratch_bytes());
+    if (status != CUBLAS_STATUS_SUCCESS) {
+      return status == CUBLAS_STATUS_NOT_SUPPORTED ? kNotSupported : cublas_error(status);
+    }
+    seen->problem = entry->problem = problem;
+    size_t best = 0;
+    if (fits && elapsed_ms() < options_.budget_ms) {
+      std::vector<double> us;
+      if (const KernelError error = time(&us, matmul, operands, algorithms); error != kKernelOk) return error;
+      best = static_cast<size_t>(std::min_element(us.begin(), us.end()) - us.begin());
+      seen->first_us = us[0];
+      seen->best_us = us[best];
+      seen->candidates = static_cast<int>(us.size());
+      seen->taken = static_cast<int>(best);
+    }
+    entry->microseconds = seen->best_us;
+    std::memcpy(entry->algorithm.data(), &algorithms[best], sizeof algorithms[best]);
+    return kKernelOk;
+  }
+
+ private:
+  // Fastest time of each algorithm. One that fails is out of the race.
+  KernelError time(std::vector<double>* us, Matmul& matmul, const Operands& operands,
+                   const std::vector<cublasLtMatmulAlgo_t>& algorithms) {
+    constexpr double kNever = 1e12;
+    us->assign(algorithms.size(), kNever);
+    std::vector<bool> works(algorithms.size());
+    const auto run = [&](size_t i) {
+      return matmul.run(operands, algorithms[i], workspace_, stream_scratch_bytes(), cuda_stream());
+    };
+    for (size_t i = 0; i < algorithms.size(); ++i) works[i] = run(i) == CUBLAS_STATUS_SUCCESS;  // loads the kernels
+    const size_t count = algorithms.size(), repetitions = static_cast<size_t>(options_.repetitions);
+    for (size_t r = 0; r < repetitions; ++r) {
+      for (size_t i = 0; i < count; ++i) {
+        if (!works[i]) continue;
+        cudaEventRecord(watch_.begin(r * count + i), cuda_stream());
+        works[i] = run(i) == CUBLAS_STATUS_SUCCESS;
+        cudaEventRecord(watch_.end(r * count + i), cuda_stream());
+      }
+    }
+    if (const cudaError_t error = cudaStreamSynchronize(cuda_stream()); error != cudaSuccess) return error;
+    for (size_t i = 0; i < count; ++i) {
+      for (size_t r = 0; r < repetitions && works[i]; ++r) {
+        float ms = 0;
+        const cudaError_t error = cudaEventElapsedTime(&ms, watch_.begin(r * count + i), watch_.end(r * count + i));
+        if (error != cudaSuccess) return error;
+        (*us)[i] = std::min((*us)[i], static_cast<double>(ms) * 1000);
+      }
+    }
+    return *std::min_element(us->begin(), us->end()) < kNever ? kKernelOk : kNotSupported;
+  }
+
+  cudaStream_t cuda_stream() const { return static_cast<cudaStream_t>(stream_); }
+  double elapsed_ms() const {
+    return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - started_).count();
+  }
+
+  char* scratch_;
+  int64_t scratch_bytes_;
+  GemmTuningOptions options_;
+  StreamHandle stream_;
+  void* workspace_ = nullptr;
+  Stopwatch watch_;
+  std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
+};
+
+}  // namespace
+
+GemmEnvironment gemm_environment() {
+  GemmEnvironment e;
+  int device = 0, driver = 0;
+  cudaDeviceProp properties{};
+  if (cudaGetDevice(&device) != cudaSuccess || cudaGetDeviceProperties(&properties, device) != cudaSuccess ||
+      cudaDriverGetVersion(&driver) != cudaSuccess) {
+    return e;
+  }
+  e.gpu = properties.name;
+  e.driver = driver;
+  e.cublaslt = static_cast<int64_t>(cublasLtGetVersion());
+  return e;
+}
+
+int64_t gemm_tuning_scratch_bytes(std::span<const GemmProblem> problems) {
+  int64_t most = 0;
+  for (const GemmProblem& p : problems) most = std::max(most, places_of(p).end);
+  return most;
+}
+
+KernelError tune_gemms(GemmTable* table, std::span<const GemmProblem> problems, void* scratch, int64_t scratch_bytes,
+                       const GemmTuningOptions& options, StreamHandle stream, std::vector<GemmTuning>* report) {
+  if (options.candidates < 1 || options.repetitions < 1) return cudaErrorInvalidValue;
+  std::vector<GemmProblem> ordered(problems.begin(), problems.end());
+  std::stable_sort(ordered.begin(), ordered.end(),
+                   [](const GemmProblem& a, const GemmProblem& b) { return operations(a) > operations(b); });
+  Tuner tuner(static_cast<char*>(scratch), scratch_bytes, options, stream);
+  if (const KernelError error = tuner.start(); error != kKernelOk) return error;
+  for (const GemmProblem& problem : ordered) {
+    TunedGemm entry;
+    GemmTuning seen;
+    if (const KernelError error = tuner.tune(&entry, &seen, problem); error != kKernelOk) return error;
+    table->put(entry);
+    if (report != nullptr) report->push_back(seen);
+  }
+  return cudaStreamSynchronize(static_cast<cudaStream_t>(stream));
+}
+
+bool use_gemm_table(const GemmTable& table, std::string* why) {
+  const GemmEnvironment here = gemm_environment();
+  if (cublaslt_handle() == nullptr) {
+    *why = "the libraries are not initialised";
+    return false;
+  }
+  if (table.environment.gpu != here.gpu || table.environment.cublaslt != here.cublaslt) {
+    *why = "made on " + table.environment.gpu + " with cuBLASLt " + std::to_string(table.environment.cublaslt) +
+           ", this is " + here.gpu + " with " + std::to_string(here.cublaslt);
+    return false;
+  }
+  alignas(16) static const char kAnywhere[16] = {};
+  for (const TunedGemm& entry : table.entries) {
+    Matmul matmul;
+    if (matmul.init(entry.problem, entry.problem.bias ? kAnywhere : nullptr) != CUBLAS_STATUS_SUCCESS ||
+        !matmul.accepts(algorithm_of(entry), deterministic_algorithms(), stream_scratch_bytes())) {
+      *why = "cuBLASLt refuses the algorithm of " + to_string(entry.problem);
+      return false;
+    }
+  }
+  forget_algorithms();
+  for (const TunedGemm& entry : table.entries) set_algorithm(entry.problem, algorithm_of(entry));
+  return true;
+}
+
+}  // namespace kintsugi::kernels::cuda
