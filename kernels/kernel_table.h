@@ -13,6 +13,7 @@
 #include "kernels/paged_attention.h"
 #include "kernels/reduce.h"
 #include "kernels/rope.h"
+#include "kernels/sampling.h"
 #include "kernels/vote.h"
 
 namespace kintsugi::kernels {
@@ -28,6 +29,7 @@ struct KernelTable {
   const CrossEntropyKernels* cross_entropy;
   const OptimizerKernels* optimizer;
   const ReduceKernels* reduce;
+  const SamplingKernels* sampling;
   const VoteKernels* vote;
   // What a KernelError of this implementation means: "invalid argument (cudaErrorInvalidValue)".
   std::string (*error_text)(KernelError error);

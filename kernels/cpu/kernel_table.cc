@@ -12,12 +12,14 @@ const ActivationKernels& activation() { return *best_isa().families->activation;
 const EmbeddingKernels& embedding() { return *best_isa().families->embedding; }
 const CrossEntropyKernels& cross_entropy() { return *best_isa().families->cross_entropy; }
 const OptimizerKernels& optimizer() { return *best_isa().families->optimizer; }
+const SamplingKernels& sampling() { return reference::sampling(); }
 const ReduceKernels& reduce() { return *best_isa().families->reduce; }
 
 const KernelTable& kernels() {
   static const KernelTable kTable = [] {
     KernelTable table = *best_isa().families;
     table.gemm = &gemm();
+    table.sampling = &sampling();
     table.vote = reference::kernels().vote;
     table.error_text = reference::kernels().error_text;
     return table;

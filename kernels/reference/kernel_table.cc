@@ -11,8 +11,9 @@ std::string errno_text(KernelError error) { return std::strerror(error); }
 }  // namespace
 
 const KernelTable& kernels() {
-  static const KernelTable kTable{&gemm(),      &attention(),     &paged_attention(), &norm(),   &rope(), &activation(),
-                                  &embedding(), &cross_entropy(), &optimizer(),       &reduce(), &vote(), errno_text};
+  static const KernelTable kTable{&gemm(),       &attention(), &paged_attention(), &norm(),      &rope(),
+                                  &activation(), &embedding(), &cross_entropy(),   &optimizer(), &reduce(),
+                                  &sampling(),   &vote(),      errno_text};
   return kTable;
 }
 

@@ -4,7 +4,8 @@ namespace kintsugi::kernels::cpu::KTG_ISA {
 
 const KernelTable& families() {
   static const KernelTable kTable{nullptr,      &attention(),     &paged_attention(), &norm(),   &rope(), &activation(),
-                                  &embedding(), &cross_entropy(), &optimizer(),       &reduce(), nullptr, nullptr};
+                                  &embedding(), &cross_entropy(), &optimizer(),       &reduce(), nullptr, nullptr,
+                                  nullptr};
   return kTable;
 }
 

@@ -4,6 +4,8 @@
 
 #include <set>
 
+#include "kernels/philox.h"
+
 namespace kintsugi {
 namespace {
 
@@ -48,6 +50,15 @@ TEST(PhiloxTest, UniformsFillTheUnitInterval) {
   EXPECT_NEAR(sum / kDraws, 0.5, 0.0046);
   EXPECT_LT(least, 1e-3);
   EXPECT_GT(most, 1 - 1e-3);
+}
+
+TEST(PhiloxTest, TheKernelsNumbersAreTheSame) {
+  for (uint64_t i = 0; i < 200; ++i) {
+    const uint64_t seed = i * 0x9e3779b97f4a7c15ull, index = i << (i % 60);
+    const auto stream = static_cast<uint32_t>(i * 77);
+    EXPECT_EQ(random_uniform(seed, RandomPurpose::kSampling, stream, index),
+              kernels::philox_uniform(seed, kernels::kSamplingPurpose, stream, index));
+  }
 }
 
 }  // namespace
