@@ -7,6 +7,8 @@
 #include <cerrno>
 #include <new>
 
+#include "launch/futex.h"
+
 namespace kintsugi::launch {
 namespace {
 
@@ -79,6 +81,7 @@ void ControlPage::stop_generations_below(int64_t generation) {
   int64_t now = stop_generation.load();
   while (now < generation && !stop_generation.compare_exchange_weak(now, generation)) {
   }
+  if (now < generation) futex_signal(stop_word);
 }
 
 Result<UniqueFd> ControlPageMap::create_fd(int rank, int num_snapshot_slots) {

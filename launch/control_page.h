@@ -67,6 +67,7 @@ struct ControlPage {
 
   // Generations below this are over: workers stop between two operations.
   alignas(64) std::atomic<int64_t> stop_generation;
+  std::atomic<uint32_t> stop_word;      // signalled when the above grows
   std::atomic<int32_t> stop_requested;  // a signal asked for: finish the step, save, leave
   std::atomic<int32_t> obituary;        // of this rank's agent: an agent that sees its death speaks for all, once
 
