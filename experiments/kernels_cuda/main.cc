@@ -10,6 +10,7 @@
 
 #include "experiments/kernels_cuda/bench.h"
 #include "kernels/bfloat16.h"
+#include "kernels/cuda/libraries.h"
 
 namespace kintsugi::kernels_cuda {
 namespace {
@@ -132,13 +133,23 @@ int run(int argc, char** argv) {
   cudaEventCreate(&timer.end);
   const double copy_rate = copy_gb_per_s(timer, pool);
   std::printf("%s; copy of 1 GiB: %.0f GB/s read + written\n", device.name, copy_rate);
-  nlohmann::json results = nlohmann::json::array();
-  for (const Case& c : rowwise_cases()) {
+  nlohmann::json results = nlohmann::json::array(), gemms, graphs;
+  if (kernels::cuda::init_libraries({}) != kernels::kKernelOk) return 1;
+  if (std::string("gemm").find(filter) != std::string::npos) gemms = bench_gemms(pool, timer.stream);
+  if (std::string("attention").find(filter) != std::string::npos) graphs = attention_builds();
+  std::vector<Case> cases = rowwise_cases();
+  for (Case& c : attention_cases()) cases.push_back(std::move(c));
+  for (const Case& c : cases) {
     if (c.kernel.find(filter) != std::string::npos) results.push_back(measure(timer, pool, c, copy_rate));
   }
   if (!json_path.empty()) {
-    std::ofstream(json_path)
-        << nlohmann::json{{"device", device.name}, {"copy_gb_per_s", copy_rate}, {"cases", results}}.dump(1) << "\n";
+    std::ofstream(json_path) << nlohmann::json{{"device", device.name},
+                                               {"copy_gb_per_s", copy_rate},
+                                               {"cases", results},
+                                               {"gemms", gemms},
+                                               {"attention_graphs", graphs}}
+                                    .dump(1)
+                             << "\n";
   }
   return cudaDeviceSynchronize() == cudaSuccess ? 0 : 1;
 }

@@ -1,0 +1,205 @@
+// Matrix products and attention of the four training shapes, as their libraries run them.
+//   N rows   I input width   O output width   B batch   T tokens   H query heads   K key/value heads   D head size
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+
+#include "experiments/kernels_cuda/bench.h"
+#include "kernels/cuda/attention_cudnn.h"
+#include "kernels/cuda/attention_plain.h"
+#include "kernels/cuda/gemm_tuning.h"
+#include "kernels/cuda/libraries.h"
+
+namespace kintsugi::kernels_cuda {
+namespace {
+
+using kernels::AttentionShape;
+using kernels::cuda::GemmOp;
+using kernels::cuda::GemmProblem;
+using kernels::cuda::GemmTuning;
+
+constexpr double kPeakTflops = 989.4;  // bf16, dense
+
+struct ModelShape {
+  const char* name;
+  int64_t B, T, layers, C, H, K, D, F, V;
+};
+constexpr ModelShape kModels[] = {{"124M", 64, 1024, 12, 768, 12, 12, 64, 2048, 50304},
+                                  {"1B", 4, 4096, 16, 2048, 32, 8, 64, 8192, 128256},
+                                  {"XL", 16, 1024, 48, 1600, 25, 25, 64, 4352, 50304},
+                                  {"8B slice", 1, 8192, 8, 4096, 32, 8, 128, 14336, 128256}};
+
+struct Product {
+  const char* name;
+  int64_t I, O, times;  // how often a step runs it
+};
+std::vector<Product> products_of(const ModelShape& m) {
+  return {{"qkv", m.C, (m.H + 2 * m.K) * m.D, m.layers},
+          {"o", m.H * m.D, m.C, m.layers},
+          {"up", m.C, 2 * m.F, m.layers},
+          {"down", m.F, m.C, m.layers},
+          {"head", m.C, m.V, 1}};
+}
+
+// The weight gradient of a step's second micro-batch accumulates; its first overwrites. The same time within noise.
+std::vector<GemmProblem> problems_of(const ModelShape& m, const Product& p) {
+  const int64_t N = m.B * m.T;
+  return {
+      {GemmOp::kForward, N, p.I, p.O}, {GemmOp::kBackwardInput, N, p.I, p.O}, {GemmOp::kBackwardWeight, N, p.I, p.O}};
+}
+
+const GemmTuning* find(const std::vector<GemmTuning>& report, const GemmProblem& problem) {
+  for (const GemmTuning& t : report) {
+    if (t.problem == problem) return &t;
+  }
+  return nullptr;
+}
+
+double tflops(const GemmProblem& p, double us) {
+  return 2.0 * static_cast<double>(p.N) * static_cast<double>(p.I) * static_cast<double>(p.O) / us / 1e6;
+}
+
+AttentionShape attention_shape(const ModelShape& m, bool deterministic) {
+  const int64_t stride = (m.H + 2 * m.K) * m.D;
+  return {m.B,          m.T,    m.H,    m.K,       m.D,
+          stride,       stride, stride, m.H * m.D, 1.0f / std::sqrt(static_cast<float>(m.D)),
+          deterministic};
+}
+
+struct AttentionBuffers {
+  AttentionBuffers(Pool& pool, const AttentionShape& s)
+      : qkv(pool.take<char>(s.B * s.T * s.q_stride * 2)),
+        d_qkv(pool.take<char>(s.B * s.T * s.q_stride * 2)),
+        o(pool.take(s.B * s.T * s.o_stride * 2)),
+        d_o(pool.take(s.B * s.T * s.o_stride * 2)),
+        lse(pool.take<float>(s.B * s.H * s.T * 4)),
+        workspace(pool.take(kernels::cuda::attention().backward_workspace_bytes(s, DType::kBF16))),
+        k_at(s.H * s.D * 2),
+        v_at((s.H + s.K) * s.D * 2) {}
+  char *qkv, *d_qkv;
+  void *o, *d_o;
+  float* lse;
+  void* workspace;
+  int64_t k_at, v_at;
+};
+
+void add_attention(std::vector<Case>& cases, const ModelShape& m, bool plain) {
+  const double operations = 2.0 * static_cast<double>(m.B * m.H * m.T) * static_cast<double>(m.T * m.D);
+  const std::string name = plain ? "attention plain " : "attention ";
+  const std::string shape = std::string(m.name) + ", " + std::to_string(m.B) + " x " + std::to_string(m.T);
+  const auto forward_call = plain ? kernels::cuda::plain_attention_forward : kernels::cuda::attention().forward;
+  const auto backward_call = plain ? kernels::cuda::plain_attention_backward : kernels::cuda::attention().backward;
+  cases.push_back({name + "forward", shape, 0, operations, [=](Pool& pool) -> Launch {
+                     const AttentionShape s = attention_shape(m, true);
+                     const AttentionBuffers b(pool, s);
+                     return [=](cudaStream_t stream) {
+                       return forward_call(b.o, b.lse, b.qkv, b.qkv + b.k_at, b.qkv + b.v_at, s, DType::kBF16, stream);
+                     };
+                   }});
+  for (const bool deterministic : {true, false}) {
+    if (plain && !deterministic) continue;
+    cases.push_back({name + "backward" + (deterministic ? " repeatable" : ""), shape, 0, 2.5 * operations,
+                     [=](Pool& pool) -> Launch {
+                       const AttentionShape s = attention_shape(m, deterministic);
+                       const AttentionBuffers b(pool, s);
+                       return [=](cudaStream_t stream) {
+                         return backward_call(b.d_qkv, b.d_qkv + b.k_at, b.d_qkv + b.v_at, b.d_o, b.o, b.lse, b.qkv,
+                                              b.qkv + b.k_at, b.qkv + b.v_at, s, b.workspace, DType::kBF16, stream);
+                       };
+                     }});
+  }
+}
+
+}  // namespace
+
+std::vector<Case> attention_cases() {
+  std::vector<Case> cases;
+  for (const ModelShape& m : kModels) add_attention(cases, m, false);
+  add_attention(cases, kModels[0], true);
+  return cases;
+}
+
+nlohmann::json attention_builds() {
+  nlohmann::json rows = nlohmann::json::array();
+  for (const ModelShape& m : kModels) {
+    for (const bool deterministic : {true, false}) {
+      const AttentionShape s = attention_shape(m, deterministic);
+      const auto begin = std::chrono::steady_clock::now();
+      const KernelError error = kernels::cuda::attention().prepare(s, DType::kBF16, true);
+      const double ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
+      const auto bytes = [&](kernels::cuda::AttentionPass pass) {
+        return kernels::cuda::cudnn_attention_scratch_bytes(s, pass);
+      };
+      const int64_t forward = bytes(kernels::cuda::AttentionPass::kForwardWithLse),
+                    backward = bytes(kernels::cuda::AttentionPass::kBackward),
+                    planned = kernels::cuda::attention().backward_workspace_bytes(s, DType::kBF16);
+      std::printf("attention graphs %-9s %-11s error %d, %6.0f ms, scratch forward %lld, backward %lld of %lld: %s\n",
+                  m.name, deterministic ? "repeatable" : "", error, ms, static_cast<long long>(forward),
+                  static_cast<long long>(backward), static_cast<long long>(planned),
+                  kernels::cuda::attention().library(s, DType::kBF16));
+      rows.push_back({{"shape", m.name},
+                      {"repeatable", deterministic},
+                      {"build_ms", ms},
+                      {"forward_bytes", forward},
+                      {"backward_bytes", backward},
+                      {"planned_bytes", planned}});
+    }
+  }
+  return rows;
+}
+
+nlohmann::json bench_gemms(Pool& pool, cudaStream_t stream) {
+  nlohmann::json rows = nlohmann::json::array();
+  for (const ModelShape& m : kModels) {
+    std::vector<GemmProblem> problems;
+    for (const Product& p : products_of(m)) {
+      for (const GemmProblem& problem : problems_of(m, p)) problems.push_back(problem);
+    }
+    pool.reset();
+    const int64_t scratch_bytes = kernels::cuda::gemm_tuning_scratch_bytes(problems);
+    void* scratch = pool.take(scratch_bytes);
+    kernels::cuda::GemmTable table;
+    std::vector<GemmTuning> report;
+    const auto begin = std::chrono::steady_clock::now();
+    const KernelError error =
+        scratch == nullptr ? cudaErrorMemoryAllocation
+                           : kernels::cuda::tune_gemms(&table, problems, scratch, scratch_bytes, {}, stream, &report);
+    const double ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
+    std::printf("products of %s: error %d, tuned in %.0f ms\n", m.name, error, ms);
+    double first_ms = 0, best_ms = 0, operations = 0;
+    for (const Product& p : products_of(m)) {
+      for (const GemmProblem& problem : problems_of(m, p)) {
+        const GemmTuning* t = find(report, problem);
+        if (t == nullptr) continue;
+        const double first = tflops(problem, t->first_us), best = tflops(problem, t->best_us);
+        std::printf(
+            "  %-5s %-15s N %6lld I %5lld O %6lld  first %9.1f us %6.1f  best %9.1f us %6.1f TFLOP/s %5.1f %% "
+            "(%d of %d)\n",
+            p.name,
+            problem.op == GemmOp::kForward         ? "forward"
+            : problem.op == GemmOp::kBackwardInput ? "backward input"
+                                                   : "backward weight",
+            static_cast<long long>(problem.N), static_cast<long long>(problem.I), static_cast<long long>(problem.O),
+            t->first_us, first, t->best_us, best, 100 * best / kPeakTflops, t->taken, t->candidates);
+        const auto times = static_cast<double>(p.times);
+        first_ms += times * t->first_us / 1000;
+        best_ms += times * t->best_us / 1000;
+        operations += times * tflops(problem, 1.0) * 1e6;
+        rows.push_back({{"shape", m.name},
+                        {"product", p.name},
+                        {"problem", to_string(problem)},
+                        {"first_us", t->first_us},
+                        {"best_us", t->best_us},
+                        {"tflop_per_s", best},
+                        {"taken", t->taken}});
+      }
+    }
+    std::printf("  a step's products: %.2f ms with the library's first choice, %.2f ms (%.1f TFLOP/s) tuned\n",
+                first_ms, best_ms, operations / best_ms / 1e9);
+    rows.push_back({{"shape", m.name}, {"tuning_ms", ms}, {"step_first_ms", first_ms}, {"step_best_ms", best_ms}});
+  }
+  return rows;
+}
+
+}  // namespace kintsugi::kernels_cuda
