@@ -18,6 +18,86 @@ class CudaReductionTest : public CudaRowwiseTest {
   }
 };
 
+// Rows in a warp's registers, in one block's shared memory, in a cluster's; rows that are read twice.
+constexpr std::pair<int64_t, int64_t> kLossSizes[] = {{1, 1},     {5, 7},     {33, 251},   {21, 256},
+                                                      {9, 1000},  {6, 2048},  {7, 2056},   {3, 50003},
+                                                      {5, 12288}, {6, 50304}, {4, 128256}, {1, 1000000}};
+
+TEST_P(CudaReductionTest, CrossEntropyMatchesTheReference) {
+  for (const auto& [N, V] : kLossSizes) {
+    const Array logits = normal(N * V, 4.0f);
+    std::vector<int32_t> targets = integers(N, V);
+    if (N > 3) targets[2] = kIgnoredTarget;
+    targets[0] = static_cast<int32_t>(V - 1);
+    Array losses(DType::kF32, N), gradient = logits;
+    const DeviceMemory d_logits(logits), d_targets(targets), d_losses = space_f32(N), forward_only = space_f32(N);
+    EXPECT_EQ(cuda::cross_entropy().forward(forward_only.as<float>(), d_logits.data(), d_targets.as<int32_t>(), N, V,
+                                            dtype(), nullptr),
+              kKernelOk);
+    const Array forward_losses = forward_only.array(DType::kF32);
+    expect_same_bits(d_logits.array(dtype()), logits, "logits after the forward pass");
+    EXPECT_EQ(cuda::cross_entropy().forward_backward(d_losses.as<float>(), d_logits.data(), d_targets.as<int32_t>(), N,
+                                                     V, dtype(), nullptr),
+              kKernelOk);
+    reference::cross_entropy().forward_backward(losses.f32(), gradient.data(), targets.data(), N, V, dtype(), nullptr);
+    // e^(x - max) errs by the rounding of the difference and of its product with log2 e (up to 50 here) and the
+    // hardware's 2 ulp; sums of V / 256 terms a thread; the logarithm's result, up to 50, is rounded.
+    const double relative = static_cast<double>(100 + V / 128) * kF32Round;
+    const std::string what = ", N " + std::to_string(N) + " V " + std::to_string(V);
+    expect_close(forward_losses, losses, relative, 2 * kF32Round, "losses of the forward pass" + what);
+    expect_close(d_losses.array(DType::kF32), losses, relative, 2 * kF32Round, "losses" + what);
+    // The target's p - 1 cancels: absolute error of p, which is at most 1.
+    expect_close(d_logits.array(dtype()), gradient, relative, relative + 2 * unit_roundoff(dtype()), "gradient" + what);
+  }
+}
+
+TEST_P(CudaReductionTest, CrossEntropySurvivesHugeAndMinusInfiniteLogitsAndReportsNaN) {
+  for (const int64_t V : {20, 256, 50304}) {
+    Array logits(dtype(), 4 * V);
+    for (int64_t v = 0; v < V; ++v) {
+      logits.set(v, v == 4 ? 1e30f : -1e30f);
+      logits.set(V + v, -3e38f);
+      logits.set(2 * V + v, v == 19 ? std::numeric_limits<float>::quiet_NaN() : 0.0f);
+      logits.set(3 * V + v, v < 16 ? 0.0f : -std::numeric_limits<float>::infinity());
+    }
+    const DeviceMemory d_logits(logits), targets(std::vector<int32_t>{4, 0, 1, 2}), d_losses = space_f32(4);
+    EXPECT_EQ(cuda::cross_entropy().forward_backward(d_losses.as<float>(), d_logits.data(), targets.as<int32_t>(), 4, V,
+                                                     dtype(), nullptr),
+              kKernelOk);
+    const Array losses = d_losses.array(DType::kF32), gradient = d_logits.array(dtype());
+    EXPECT_EQ(losses.get(0), 0.0f);
+    EXPECT_EQ(gradient.get(4), 0.0f);
+    EXPECT_NEAR(gradient.get(V), 1.0 / static_cast<double>(V) - 1, 2 * unit_roundoff(dtype()));
+    EXPECT_TRUE(std::isnan(losses.get(2)));
+    EXPECT_TRUE(std::isnan(gradient.get(2 * V)));
+    EXPECT_NEAR(losses.get(3), std::log(16.0), 1e-5);
+    EXPECT_EQ(gradient.get(3 * V + 17), 0.0f);
+  }
+}
+
+TEST_P(CudaReductionTest, CrossEntropyRowsRepeatAndDependOnNoOtherRow) {
+  for (const int64_t V : {256, 5000, 50304}) {
+    const int64_t N = 40;
+    const Array logits = normal(N * V, 4.0f);
+    const DeviceMemory targets(integers(N, V)), all(logits), again(logits), losses = space_f32(N), loss = space_f32(1);
+    for (const DeviceMemory* memory : {&all, &again}) {
+      cuda::cross_entropy().forward_backward(losses.as<float>(), memory->data(), targets.as<int32_t>(), N, V, dtype(),
+                                             nullptr);
+    }
+    const Array first = all.array(dtype());
+    expect_same_bits(again.array(dtype()), first, "again, V " + std::to_string(V));
+    Array row(dtype(), V), expected(dtype(), V);
+    const auto bytes = static_cast<size_t>(V * size_of(dtype()));
+    std::memcpy(row.data(), logits.at(17 * V), bytes);
+    std::memcpy(expected.data(), first.at(17 * V), bytes);
+    const DeviceMemory alone(row);
+    cuda::cross_entropy().forward_backward(loss.as<float>(), alone.data(), targets.as<int32_t>() + 17, 1, V, dtype(),
+                                           nullptr);
+    expect_same_bits(alone.array(dtype()), expected, "alone, V " + std::to_string(V));
+    EXPECT_EQ(loss.array(DType::kF32).get(0), losses.array(DType::kF32).get(17));
+  }
+}
+
 TEST_P(CudaReductionTest, SumOfSquaresGivesTheSamePartialsHoweverBlocksAreShared) {
   for (const auto& [n, block] : {std::pair<int64_t, int64_t>{5000, 512}, {300001, 65536}, {77, 7}, {9000, 4100}}) {
     const int64_t blocks = (n + block - 1) / block;
