@@ -45,13 +45,13 @@ std::span<const IsaVariant> isa_variants() {
 }
 
 const IsaVariant& best_isa() {
-  static const IsaVariant& best = []() -> const IsaVariant& {
+  static const IsaVariant* const best = [] {
     for (const IsaVariant& variant : isa_variants()) {
-      if (variant.usable) return variant;
+      if (variant.usable) return &variant;
     }
-    return isa_variants().back();
+    return &isa_variants().back();
   }();
-  return best;
+  return *best;
 }
 
 const char* isa_name() { return best_isa().name; }

@@ -202,8 +202,8 @@ bool parse_gemm_table(std::string_view text, GemmTable* table, std::string* why)
       const size_t before_line = r.consumed();
       if (!r.next_line()) return false;
       if (r.line().starts_with("end ")) {
-        int64_t count;
-        uint64_t sum;
+        int64_t count = 0;
+        uint64_t sum = 0;
         r.word();
         if (!r.number(0, kLargestSize, &count) || !r.hex_number(r.word(), &sum)) return false;
         if (!r.line().empty() || !r.at_end()) return r.fail("something follows the end");
