@@ -21,8 +21,16 @@ TransformerOptions transformer_options(const EngineOptions& options) {
           .max_decode = options.max_batch};
 }
 
-int64_t inputs_and_logits_bytes(const ModelConfig& model, const EngineOptions& options) {
+bool device_draws(const EngineOptions& options, const Backend& backend) {
+  return options.draw == DrawTokens::kDevice || (options.draw == DrawTokens::kAuto && backend.asynchronous());
+}
+
+int64_t inputs_and_logits_bytes(const ModelConfig& model, const EngineOptions& options, const Backend& backend) {
   const int64_t logits = options.max_batch * model.vocab_size;
+  if (device_draws(options, backend)) {
+    return DeviceDecode::planned_bytes(options.max_batch, block_table_width(options)) +
+           PrefillSink::planned_bytes(options.max_context) + aligned(logits * kernels::size_of(options.dtype));
+  }
   return DecodeBatch::planned_bytes(options.max_batch, block_table_width(options)) +
          PrefillSink::planned_bytes(options.max_context) + aligned(logits * kernels::size_of(options.dtype)) +
          (options.dtype == DType::kF32 ? 0 : aligned(logits * 4));
@@ -70,7 +78,7 @@ Result<EngineMemoryPlan> Engine::plan(const ModelConfig& model, const EngineOpti
       plan.kv_cache,
       KvCacheShape::of(model, options.kv_block_tokens, options.num_kv_blocks, options.dtype).planned_bytes());
   plan.activations = Transformer::activation_bytes(model, transformer_options(options), backend.kernels());
-  plan.inputs_and_logits = inputs_and_logits_bytes(model, options);
+  plan.inputs_and_logits = inputs_and_logits_bytes(model, options, backend);
   return plan;
 }
 
@@ -92,10 +100,19 @@ Status Engine::allocate(const EngineMemoryPlan& memory) {
   arena_ = std::make_unique<Arena>(std::move(buffer));
   KTG_ASSIGN_OR_RETURN(model_,
                        Transformer::create(model_config_, transformer_options(options_), backend_, *arena_, *stream_));
-  batch_ = std::make_unique<DecodeBatch>(*cache_, options_.max_batch, block_table_width(options_), *arena_);
   sink_ = std::make_unique<PrefillSink>(*cache_, options_.max_context, *arena_, backend_);
   const int64_t num_logits = options_.max_batch * model_config_.vocab_size;
   logits_ = arena_->take(num_logits * kernels::size_of(options_.dtype));
+  if (device_draws(options_, backend_)) {
+    KTG_ASSIGN_OR_RETURN(device_, DeviceDecode::create(*cache_, *model_, access_, model_config_, logits_,
+                                                       {.max_batch = options_.max_batch,
+                                                        .block_table_width = block_table_width(options_),
+                                                        .dtype = options_.dtype,
+                                                        .use_graphs = options_.use_graphs},
+                                                       *arena_, backend_, *stream_));
+    return stream_->synchronize(Deadline::never());  // only queued kernels, which end
+  }
+  batch_ = std::make_unique<DecodeBatch>(*cache_, options_.max_batch, block_table_width(options_), *arena_);
   logits_f32_ =
       options_.dtype == DType::kF32 ? static_cast<float*>(logits_) : static_cast<float*>(arena_->take(num_logits * 4));
   host_logits_.resize(static_cast<size_t>(num_logits));
@@ -103,6 +120,11 @@ Status Engine::allocate(const EngineMemoryPlan& memory) {
 }
 
 Engine::~Engine() {
+  // Steps in flight use what goes now. A device that does not end them is lost, and so is its memory.
+  if (device_ != nullptr) {
+    const Status status = stream_->synchronize(Deadline::after(std::chrono::seconds(60)));
+    if (!status.ok()) log().warn("decode steps in flight: {}", status.to_string());
+  }
   while (!sequences_.empty()) {
     const int64_t id = sequences_.begin()->first;
     if (const Status status = end(id); !status.ok()) log().warn("sequence {}: {}", id, status.to_string());
@@ -152,6 +174,12 @@ Decision Engine::next_decision() const {
 }
 
 Status Engine::step() {
+  if (device_ != nullptr && device_->in_flight() > 0) {
+    const int64_t begin_ns = monotonic_ns();
+    const Status status = advance_device();
+    stats_.decode_ns += monotonic_ns() - begin_ns;
+    return status;
+  }
   const Decision decision = next_decision();
   for (const int64_t id : decision.preempt) KTG_RETURN_IF_ERROR(preempt(id));
   const int64_t begin_ns = monotonic_ns();
@@ -163,7 +191,7 @@ Status Engine::step() {
       stats_.prefill_ns += monotonic_ns() - begin_ns;
       return ok_status();
     case Decision::Action::kDecode:
-      KTG_RETURN_IF_ERROR(decode(decision.run));
+      KTG_RETURN_IF_ERROR(device_ != nullptr ? decode_on_device(decision.run) : decode(decision.run));
       stats_.decode_ns += monotonic_ns() - begin_ns;
       return ok_status();
     case Decision::Action::kBlocked:
@@ -192,6 +220,10 @@ Status Engine::prefill(int64_t id) {
   sequence.num_cached = T;
   stats_.prefill_tokens += T;
   if (sequence.num_cached < sequence.num_tokens()) return stream_->synchronize(Deadline::never());
+  if (device_ != nullptr) {
+    KTG_ASSIGN_OR_RETURN(const int32_t drawn, device_->draw(sequence.request.sampling, T - 1));
+    return take_drawn(id, drawn);
+  }
   KTG_RETURN_IF_ERROR(fetch_logits(1));
   return append_token(id, 0);
 }
@@ -242,18 +274,25 @@ Status Engine::fetch_logits(int64_t rows) {
 
 Status Engine::append_token(int64_t id, int64_t row) {
   Sequence& sequence = sequences_.at(id);
-  const Request& request = sequence.request;
   const std::span<const float> logits(host_logits_.data() + row * model_config_.vocab_size,
                                       static_cast<size_t>(model_config_.vocab_size));
   const int64_t position = sequence.num_tokens();
-  Result<int32_t> token = sampler_.sample(logits, request.sampling, position);
-  if (!token.ok()) {
-    KTG_RETURN_IF_ERROR(end(id));
-    return token.status().with_context("sequence " + std::to_string(id) + ", position " + std::to_string(position));
-  }
-  sequence.tokens.push_back(*token);
-  TokenEvent event{id, position - sequence.num_prompt(), *token, logits, std::nullopt};
-  if (std::find(request.end_ids.begin(), request.end_ids.end(), *token) != request.end_ids.end()) {
+  Result<int32_t> token = sampler_.sample(logits, sequence.request.sampling, position);
+  return token.ok() ? take_token(id, *token, logits) : fail(id, token.status());
+}
+
+Status Engine::fail(int64_t id, const Status& why) {
+  const int64_t position = sequences_.at(id).num_tokens();
+  KTG_RETURN_IF_ERROR(end(id));
+  return why.with_context("sequence " + std::to_string(id) + ", position " + std::to_string(position));
+}
+
+Status Engine::take_token(int64_t id, int32_t token, std::span<const float> logits) {
+  Sequence& sequence = sequences_.at(id);
+  const Request& request = sequence.request;
+  TokenEvent event{id, sequence.num_tokens() - sequence.num_prompt(), token, logits, std::nullopt};
+  sequence.tokens.push_back(token);
+  if (std::find(request.end_ids.begin(), request.end_ids.end(), token) != request.end_ids.end()) {
     event.finish = FinishReason::kEndId;
   } else if (event.index + 1 >= request.max_new_tokens) {
     event.finish = FinishReason::kMaxTokens;
@@ -262,6 +301,78 @@ Status Engine::append_token(int64_t id, int64_t row) {
   }
   const bool wanted = !request.on_token || request.on_token(event);
   return event.finish.has_value() || !wanted ? end(id) : ok_status();
+}
+
+Status Engine::decode_on_device(const std::vector<int64_t>& ids) {
+  KTG_RETURN_IF_ERROR(device_->clear());
+  for (const int64_t id : ids) {
+    Sequence& sequence = sequences_.at(id);
+    KTG_CHECK(cache_->grow(sequence.table, sequence.num_cached + 1)) << "sequence " << id;
+    device_->add(sequence.tokens[sequence.num_cached], sequence.num_cached, sequence.table, sequence.request.sampling);
+  }
+  on_device_ = ids;
+  KTG_RETURN_IF_ERROR(device_->launch());
+  return advance_device();
+}
+
+Status Engine::advance_device() {
+  if (device_->in_flight() < DeviceDecode::kMostInFlight && next_step_is_certain()) {
+    for (size_t row = 0; row < on_device_.size(); ++row) {
+      Sequence& sequence = sequences_.at(on_device_[row]);
+      const int64_t blocks = sequence.table.size();
+      KTG_CHECK(cache_->grow(sequence.table, sequence.num_cached + 2)) << "sequence " << on_device_[row];
+      if (sequence.table.size() != blocks) {
+        KTG_RETURN_IF_ERROR(device_->update_table(static_cast<int64_t>(row), sequence.table));
+      }
+    }
+    KTG_RETURN_IF_ERROR(device_->launch());
+  }
+  KTG_ASSIGN_OR_RETURN(const std::span<const int32_t> drawn, device_->collect());
+  Status first_error;
+  int64_t taken = 0;
+  for (size_t row = 0; row < on_device_.size(); ++row) {
+    const auto found = sequences_.find(on_device_[row]);
+    if (found == sequences_.end()) continue;  // it ended while this step was in flight
+    ++taken;
+    Sequence& sequence = found->second;
+    ++sequence.num_cached;
+    if (sequence.num_cached < sequence.num_tokens()) continue;  // a token made before the preemption
+    const Status status = take_drawn(on_device_[row], drawn[row]);
+    if (!status.ok() && first_error.ok()) first_error = status;
+  }
+  stats_.decode_tokens += taken;
+  stats_.decode_steps += taken > 0 ? 1 : 0;
+  return first_error;
+}
+
+// The tokens in flight are not known yet. The step after them is, when they cannot end a sequence but by being an end
+// id, and the scheduler would go on with the same batch.
+bool Engine::next_step_is_certain() const {
+  std::vector<SequenceView> waiting, running;
+  for (const int64_t id : on_device_) {
+    const auto found = sequences_.find(id);
+    if (found == sequences_.end()) return false;
+    const Sequence& sequence = found->second;
+    const int64_t made = sequence.num_tokens() + 1 - sequence.num_prompt();
+    if (sequence.num_cached + 1 != sequence.num_tokens() || made >= sequence.request.max_new_tokens ||
+        sequence.num_tokens() + 1 > options_.max_context) {
+      return false;
+    }
+  }
+  for (const auto& [id, sequence] : sequences_) {
+    const int64_t ahead = sequence.running ? 1 : 0;
+    (sequence.running ? running : waiting)
+        .push_back({id, sequence.num_tokens() + ahead, sequence.num_cached + ahead, sequence.table.size()});
+  }
+  const Decision next =
+      decide(waiting, running, cache_->pool().num_free(), {options_.max_batch, options_.kv_block_tokens});
+  return next.action == Decision::Action::kDecode && next.preempt.empty() && next.run == on_device_;
+}
+
+Status Engine::take_drawn(int64_t id, int32_t drawn) {
+  if (drawn >= 0) return take_token(id, drawn, {});
+  return fail(id, failed_precondition("the model's logit of token " + std::to_string(-1 - drawn) +
+                                      " is not finite: the weights or the computation are broken"));
 }
 
 Status Engine::end(int64_t id) {

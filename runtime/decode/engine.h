@@ -6,6 +6,12 @@
 // sequence by sequence, and sampling by (seed, stream, position). Prefill has the bits of the training
 // forward pass; decode sums attention in another order, so against a full forward pass it is equal up to rounding.
 //
+// Where a device runs ahead of the host, tokens are drawn on it and each decode step feeds the next (device_decode.h):
+// the next step is queued before the host has read the tokens of the last. A sequence that turns out to have ended in
+// the meantime leaves the batch then, and what the step in between made of it is dropped.
+// On a GPU the statements above about bits hold for batches of up to 32 sequences; prefill has the bits of a training
+// forward pass of the same shape.
+//
 // One thread at a time. All memory is allocated in create().
 #pragma once
 
@@ -20,12 +26,19 @@
 
 #include "runtime/backend.h"
 #include "runtime/decode/decode_batch.h"
+#include "runtime/decode/device_decode.h"
 #include "runtime/decode/kv_cache.h"
 #include "runtime/decode/sampler.h"
 #include "runtime/decode/scheduler.h"
 #include "runtime/model/transformer.h"
 
 namespace kintsugi::runtime {
+
+enum class DrawTokens {
+  kAuto,    // kDevice on a backend that runs ahead of the host, kHost elsewhere
+  kHost,    // logits come to the host, which draws: TokenEvent has them
+  kDevice,  // on the stream, by the same rules
+};
 
 struct EngineOptions {
   DType dtype = DType::kF32;
@@ -34,6 +47,8 @@ struct EngineOptions {
   int64_t kv_block_tokens = 16;  // P
   int64_t num_kv_blocks = 0;     // 0: as many as max_batch sequences of max_context can use
   bool poison_unused = kPoisonKvByDefault;
+  DrawTokens draw = DrawTokens::kAuto;
+  bool use_graphs = true;  // decode steps as recorded graphs, where the backend records and draws
 };
 
 // Bytes that an Engine allocates, beside the weights.
@@ -57,7 +72,7 @@ struct TokenEvent {
   int64_t sequence;  // as add() returned
   int64_t index;     // among the sequence's new tokens, from 0
   int32_t id;
-  std::span<const float> logits;  // (V) that it was drawn from
+  std::span<const float> logits;  // (V) that it was drawn from; empty where the device draws
   std::optional<FinishReason> finish;
 };
 
@@ -123,8 +138,20 @@ class Engine {
   Status preempt(int64_t id);
   // Brings `rows` rows of logits to host_logits_.
   Status fetch_logits(int64_t rows);
-  // Draws the sequence's next token from host_logits_ row `row`, tells the caller, ends the sequence if it is over.
+  // Draws the sequence's next token from host_logits_ row `row`, and takes it.
   Status append_token(int64_t id, int64_t row);
+  // `token` is the sequence's next: tells the caller, ends the sequence if it is over.
+  Status take_token(int64_t id, int32_t token, std::span<const float> logits);
+  // The sequence has ended because of `why`; the error names it.
+  Status fail(int64_t id, const Status& why);
+
+  // Where the device draws.
+  Status decode_on_device(const std::vector<int64_t>& ids);
+  // Queues the step after those in flight if it is certain to come, then takes the oldest one's tokens.
+  Status advance_device();
+  bool next_step_is_certain() const;
+  // A token that the device drew, or what its negative number means.
+  Status take_drawn(int64_t id, int32_t drawn);
   Status end(int64_t id);
 
   const ModelConfig model_config_;
@@ -137,9 +164,11 @@ class Engine {
   std::unique_ptr<KvCache> cache_;
   std::unique_ptr<DecodeBatch> batch_;
   std::unique_ptr<PrefillSink> sink_;
-  void* logits_ = nullptr;          // (max_batch, V) of the compute dtype
-  float* logits_f32_ = nullptr;     // the same in fp32; logits_ itself when that is the dtype
-  std::vector<float> host_logits_;  // (max_batch, V)
+  std::unique_ptr<DeviceDecode> device_;  // null: the host draws
+  std::vector<int64_t> on_device_;        // by row: the batch whose steps are in flight
+  void* logits_ = nullptr;                // (max_batch, V) of the compute dtype
+  float* logits_f32_ = nullptr;           // the same in fp32; logits_ itself when that is the dtype
+  std::vector<float> host_logits_;        // (max_batch, V); empty where the device draws
   Sampler sampler_;
   std::map<int64_t, Sequence> sequences_;  // by id: in order of arrival
   int64_t next_id_ = 0;

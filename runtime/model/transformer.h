@@ -109,7 +109,7 @@ struct TransformerOptions {
   int64_t max_tokens = 0;     // the most B * T of any call
   int64_t max_seq_len = 0;    // the longest T of any call
   bool training = true;       // plan buffers for backward
-  int64_t max_decode = 0;     // the most sequences of a decode(); 0: max_tokens. Without training only
+  int64_t max_decode = 0;     // the most sequences of a decode(); 0: only where decode needs no workspace
   Recompute recompute = Recompute::kNone;
   bool deterministic = true;  // false: attention's backward may sum in an order that varies
 };

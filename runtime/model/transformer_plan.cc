@@ -36,7 +36,7 @@ int64_t norm_workspace_bytes(const ModelConfig& config, const TransformerOptions
 int64_t decode_workspace_bytes(const ModelConfig& config, const TransformerOptions& options,
                                const kernels::KernelTable& kernels) {
   const int64_t H = config.num_heads, K = config.kv_heads(), D = config.head_size();
-  const int64_t S = options.max_decode == 0 ? options.max_tokens : options.max_decode;
+  const int64_t S = options.max_decode;
   const kernels::PagedShape shape{S, H, K, D, options.max_seq_len, 1, (H + 2 * K) * D, H * D, 1.0f};
   return kernels.paged_attention->decode_workspace_bytes(shape, options.dtype);
 }
@@ -100,7 +100,7 @@ Activations plan_activations(const ModelConfig& config, const TransformerOptions
   a.positions = static_cast<int32_t*>(take(N * 4));
   a.cos_sin = gpt2 ? nullptr : floats(config.max_seq_len * D);
   if (!training) {
-    a.decode_workspace_bytes = decode_workspace_bytes(config, options, kernels);
+    a.decode_workspace_bytes = options.max_decode == 0 ? 0 : decode_workspace_bytes(config, options, kernels);
     a.decode_workspace = a.decode_workspace_bytes == 0 ? nullptr : take(a.decode_workspace_bytes);
     return a;
   }
