@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "launch/agent_impl.h"
+#include "launch/launcher_watch.h"
 #include "launch/scheduling.h"
 #include "runtime/base/log.h"
 
@@ -208,6 +209,9 @@ int Agent::run() {
   if (const Status s = take_signals(); !s.ok()) {
     fmt::print(stderr, "error: {}\n", s.message());
     return kExitFailure;
+  }
+  if (start_.facts.launcher == Launcher::kOpenMpi || start_.facts.launcher == Launcher::kPmix) {
+    if (const Status s = end_with_parent(); !s.ok()) log().warn("{}", s.message());
   }
   start_status_ = start_rank();
   if (const Status met = meet(); !met.ok()) {

@@ -307,6 +307,16 @@ std::set<pid_t> TrainJob::all_processes() const {
   return out;
 }
 
+std::set<pid_t> TrainJob::programs_now() const {
+  std::set<pid_t> out;
+  for (const auto& [pid, parent] : all_parents()) {
+    const std::vector<std::string> command = command_line(std::to_string(pid));
+    const bool ours = std::find(command.begin(), command.end(), out_dir_) != command.end();
+    if (ours && is_alive(pid)) out.insert(pid);
+  }
+  return out;
+}
+
 std::set<pid_t> TrainJob::workers_now() const {
   std::set<pid_t> out;
   for (const pid_t pid : all_processes()) {

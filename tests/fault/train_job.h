@@ -84,7 +84,8 @@ class TrainJob {
   pid_t launcher() const { return processes_.front(); }  // mpirun; else rank 0's agent
   // Every living process of the job, zombies not counted.
   std::set<pid_t> all_processes() const;
-  std::set<pid_t> workers_now() const;  // by their command line, known to the log or not
+  std::set<pid_t> programs_now() const;  // that were given this job's folder, whoever their parent is
+  std::set<pid_t> workers_now() const;   // by their command line, known to the log or not
 
   // Polls until `condition` holds; false when the job ended or `patience` ran out first.
   bool wait_until(const std::function<bool()>& condition, std::chrono::seconds patience = std::chrono::seconds(60));
@@ -111,8 +112,8 @@ class TrainJob {
 std::string undisturbed_digest(const Workspace& workspace, int world_size, const std::vector<std::string>& arguments);
 
 bool is_alive(pid_t pid);  // and no zombie
-// What a job of this project could leave on the host: in /dev/shm, among abstract sockets, and in `tmp_dir`, mpirun's own
-// session folder not counted.
+// What a job of this project could leave on the host: in /dev/shm, among abstract sockets, and in `tmp_dir`, mpirun's
+// own session folder not counted.
 std::set<std::string> leftovers(const std::string& tmp_dir);
 int free_port();
 
