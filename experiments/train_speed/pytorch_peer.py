@@ -113,6 +113,7 @@ def main():
            "mfu_percent": 100 * tokens_per_second * flops_per_token * 1e-12 / peak,
            "peak_allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
            "peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+           "device_memory_gib": (torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / 2**30,
            "first_full_speed_s": first_full_speed(times, median, ended)}
     print(f"{os.path.basename(args.config)} {out['program']} {args.mode} (attention {out['attention']}), B {B} (micro-batch {micro}) T {T}: "
           f"{median:.2f} ms (fastest {out['fastest_ms']:.2f}), {tokens_per_second:,.0f} tok/s, MFU {out['mfu_percent']:.1f} %, "
