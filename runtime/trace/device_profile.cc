@@ -17,16 +17,15 @@ struct Rule {
   std::string_view word;
   KernelFamily family;
 };
-// The first word that a name holds decides, so the libraries' words come before the general ones.
+// The first word that a name holds decides, so the libraries' words come before the general ones. A mangled name of
+// ours holds its file's name, too, when the kernel has no linkage: "..._13_cross_entropy_cu_...".
 constexpr Rule kRules[] = {
     {"nccl", KernelFamily::kNccl},
     {"cross_entropy", KernelFamily::kCrossEntropy},
     {"adamw", KernelFamily::kOptimizer},
     {"optimizer", KernelFamily::kOptimizer},
-    {"sum_of_squares", KernelFamily::kOptimizer},
-    {"gradient_norm", KernelFamily::kOptimizer},
-    {"global_norm", KernelFamily::kOptimizer},
-    {"clip", KernelFamily::kOptimizer},
+    {"sum_squares", KernelFamily::kOptimizer},
+    {"vote", KernelFamily::kOptimizer},
     {"sdpa", KernelFamily::kAttention},
     {"flash", KernelFamily::kAttention},
     {"fmha", KernelFamily::kAttention},
@@ -40,6 +39,7 @@ constexpr Rule kRules[] = {
     {"splitk", KernelFamily::kGemm},
     {"swiglu", KernelFamily::kActivation},
     {"gelu", KernelFamily::kActivation},
+    {"activation", KernelFamily::kActivation},
     {"rope", KernelFamily::kRope},
     {"rotate", KernelFamily::kRope},
     {"embedding", KernelFamily::kEmbedding},
@@ -97,8 +97,8 @@ KernelFamily family_of(std::string_view kernel_name) {
 
 std::string short_name(std::string_view kernel_name) {
   std::string name = demangled(std::string(kernel_name));
-  if (const size_t unnamed = name.find("(anonymous namespace)::"); unnamed != std::string::npos) {
-    name.erase(0, unnamed + 23);
+  for (const std::string_view noise : {"(anonymous namespace)::", "kintsugi::kernels::cuda::"}) {
+    for (size_t at = name.find(noise); at != std::string::npos; at = name.find(noise, at)) name.erase(at, noise.size());
   }
   // The parameters begin at the first parenthesis outside of template arguments; what lies before the last space
   // outside of them is the result's type, before the last "::" the namespaces.

@@ -41,7 +41,10 @@ TEST(DeviceProfileTest, OurKernelsFallIntoTheirFamilies) {
   EXPECT_EQ(family_of("cross_entropy_forward_kernel"), KernelFamily::kCrossEntropy);
   EXPECT_EQ(family_of("embedding_backward_kernel"), KernelFamily::kEmbedding);
   EXPECT_EQ(family_of("adamw_kernel"), KernelFamily::kOptimizer);
-  EXPECT_EQ(family_of("sum_of_squares_kernel"), KernelFamily::kOptimizer);
+  EXPECT_EQ(family_of("sum_squares_kernel"), KernelFamily::kOptimizer);
+  // A kernel without linkage is known by its file.
+  EXPECT_EQ(family_of("_ZN8kintsugi7kernels4cuda48_GLOBAL__N__f0_16_cross_entropy_cu_a118warp_rows_kernelEv"),
+            KernelFamily::kCrossEntropy);
   EXPECT_EQ(family_of("something"), KernelFamily::kOther);
 }
 
@@ -49,6 +52,10 @@ TEST(DeviceProfileTest, AShortNameHasNeitherNamespacesNorParameters) {
   // void kintsugi::kernels::(anonymous namespace)::adamw_kernel<float>(float*, long)
   EXPECT_EQ(short_name("_ZN8kintsugi7kernels12_GLOBAL__N_112adamw_kernelIfEEvPT_l"), "adamw_kernel<float>");
   EXPECT_EQ(short_name("void a::b<c::d, 2>::run<e>(int)"), "run<e>");
+  EXPECT_EQ(
+      short_name("void kintsugi::kernels::cuda::flat_kernel<2, kintsugi::kernels::cuda::(anonymous namespace)::Gelu>"
+                 "(kintsugi::kernels::cuda::(anonymous namespace)::Gelu, long)"),
+      "flat_kernel<2, Gelu>");
   EXPECT_EQ(short_name("nvjet_tst_128x128"), "nvjet_tst_128x128");
   EXPECT_EQ(short_name(std::string(200, 'x')).size(), 80);
 }
