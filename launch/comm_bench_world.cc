@@ -171,12 +171,14 @@ Result<std::unique_ptr<comm::Communicator>> BenchWorld::next(const comm::CommCon
   std::vector<comm::SharedSegment*> segments;
   for (auto& s : segments_) segments.push_back(s.get());
   const comm::Membership membership{.generation = generation_, .rank = rank_, .world_size = world_size()};
-  return comm::create_host_communicator(membership, segments, config, StopToken(&page_->stop_word, generation_));
+  return comm::create_host_communicator(membership, segments, config, stop_token());
 }
+
+StopToken BenchWorld::stop_token() const { return {&page_->stop_word, generation_}; }
 
 void BenchWorld::stop() { page_->stop_word = kStopAll; }
 
-int run_forked(int world_size, std::vector<int> fds, const std::function<int(BenchWorld&)>& body) {
+int run_forked(int world_size, std::vector<int> fds, bool bound, const std::function<int(BenchWorld&)>& body) {
   std::vector<pid_t> pids;
   const pid_t parent = ::getpid();
   std::fflush(nullptr);
@@ -185,7 +187,7 @@ int run_forked(int world_size, std::vector<int> fds, const std::function<int(Ben
     if (pid == 0) {
       ::prctl(PR_SET_PDEATHSIG, SIGKILL);
       if (::getppid() != parent) ::_exit(1);
-      bind_to_core(r, world_size);
+      if (bound) bind_to_core(r, world_size);
       auto world = BenchWorld::map(std::move(fds), r);
       const int code = world.ok() ? body(**world) : 1;
       if (!world.ok()) std::fprintf(stderr, "rank %d: %s\n", r, world.status().to_string().c_str());

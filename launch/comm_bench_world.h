@@ -25,6 +25,8 @@ class BenchWorld {
   comm::SymmetricHeap& heap() { return *segments_[rank_]; }
   // Waits for all ranks, then makes the next generation's communicator.
   Result<std::unique_ptr<comm::Communicator>> next(const comm::CommConfig& config);
+  // Of the newest communicator's generation.
+  StopToken stop_token() const;
   // Tells every rank that the run is over.
   void stop();
 
@@ -39,9 +41,9 @@ class BenchWorld {
 // Segments of `heap_bytes` for each rank, and the harness page.
 Result<std::vector<int>> create_bench_fds(int world_size, int64_t heap_bytes);
 
-// Forks `world_size` processes, each on a core of its own when there are enough, that run `body` and end with its
-// value; returns the first value that is not 0, else 0. When one dies, the others are stopped.
-int run_forked(int world_size, std::vector<int> fds, const std::function<int(BenchWorld&)>& body);
+// Forks `world_size` processes that run `body` and end with its value; returns the first value that is not 0, else 0.
+// `bound`: each keeps to a core of its own when there are enough. When one dies, the others are stopped.
+int run_forked(int world_size, std::vector<int> fds, bool bound, const std::function<int(BenchWorld&)>& body);
 
 // Under mpirun: rank 0 serves the descriptors on an abstract socket named after the job, the others fetch them.
 Result<std::unique_ptr<BenchWorld>> join_launched(int rank, int world_size, const std::string& job, int64_t heap_bytes,

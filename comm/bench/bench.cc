@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <map>
 #include <memory>
@@ -25,13 +24,6 @@ constexpr struct {
               {BenchOp::kAllGather, "all_gather"},
               {BenchOp::kBroadcast, "broadcast"}};
 
-// The CPU's streams are synchronous: a collective needs nothing of one.
-class HostStream final : public Stream {
- public:
-  kernels::StreamHandle handle() const override { return nullptr; }
-  Status synchronize(Deadline) override { return ok_status(); }
-};
-
 bool in_shares(BenchOp op) { return op == BenchOp::kReduceScatter || op == BenchOp::kAllGather; }
 
 // Small integers, so that every sum is exact.
@@ -42,11 +34,27 @@ float sum_of_values(int world_size, int64_t i) {
   return sum;
 }
 
+Deadline limit() { return Deadline::after(std::chrono::seconds(60)); }
+
+// Floats on their way between the host and the backend's memory.
+Status upload(const BenchPlace& place, float* to, const std::vector<float>& from) {
+  const auto bytes = static_cast<int64_t>(from.size()) * 4;
+  KTG_RETURN_IF_ERROR(place.backend.copy(to, from.data(), bytes, place.stream));
+  return place.stream.synchronize(limit());
+}
+Result<std::vector<float>> download(const BenchPlace& place, const float* from, int64_t count) {
+  std::vector<float> to(static_cast<size_t>(count));
+  KTG_RETURN_IF_ERROR(place.backend.copy(to.data(), from, count * 4, place.stream));
+  KTG_RETURN_IF_ERROR(place.stream.synchronize(limit()));
+  return to;
+}
+
 // One size, algorithm and chunk on one rank.
 class Measurement {
  public:
-  Measurement(const BenchOptions& options, Communicator& comm, float* x, float* shares, int64_t size_bytes)
-      : options_(options), comm_(comm), x_(x), shares_(shares), n_(comm.world_size()) {
+  Measurement(const BenchOptions& options, Communicator& comm, const BenchPlace& place, float* x, float* shares,
+              int64_t size_bytes)
+      : options_(options), comm_(comm), place_(place), x_(x), shares_(shares), n_(comm.world_size()) {
     count_ = size_bytes / 4 / (in_shares(options.op) ? n_ : 1);
   }
   int64_t count() const { return count_; }
@@ -54,26 +62,32 @@ class Measurement {
   Status call() {
     Result<WorkPtr> work = start();
     if (!work.ok()) return work.status();
-    return (*work)->wait(limit());
+    KTG_RETURN_IF_ERROR((*work)->wait(limit()));
+    return place_.backend.asynchronous() ? place_.stream.synchronize(limit()) : ok_status();
   }
 
   // One call on known data; the number of wrong elements on this rank.
   Result<int64_t> check() {
     const BenchOp op = options_.op;
     float* in = op == BenchOp::kReduceScatter ? shares_ : x_;
-    const int64_t in_count = count_ * (op == BenchOp::kReduceScatter ? n_ : 1);
-    for (int64_t i = 0; i < in_count; ++i) in[i] = value(comm_.rank(), i);
+    std::vector<float> values(static_cast<size_t>(count_ * (op == BenchOp::kReduceScatter ? n_ : 1)));
+    for (size_t i = 0; i < values.size(); ++i) values[i] = value(comm_.rank(), static_cast<int64_t>(i));
+    KTG_RETURN_IF_ERROR(upload(place_, in, values));
     KTG_RETURN_IF_ERROR(call());
     int64_t wrong = 0;
     if (op == BenchOp::kAllGather) {
-      for (int64_t i = 0; i < count_ * n_; ++i) wrong += shares_[i] != value(static_cast<int>(i / count_), i % count_);
-    } else if (op == BenchOp::kBroadcast) {
-      for (int64_t i = 0; i < count_; ++i) wrong += x_[i] != value(options_.root, i);
+      KTG_ASSIGN_OR_RETURN(const std::vector<float> got, download(place_, shares_, count_ * n_));
+      for (int64_t i = 0; i < count_ * n_; ++i) wrong += got[i] != value(static_cast<int>(i / count_), i % count_);
     } else {
+      KTG_ASSIGN_OR_RETURN(const std::vector<float> got, download(place_, x_, count_));
       const int64_t first = op == BenchOp::kReduceScatter ? comm_.rank() * count_ : 0;
-      for (int64_t i = 0; i < count_; ++i) wrong += x_[i] != sum_of_values(n_, first + i);
+      for (int64_t i = 0; i < count_; ++i) {
+        wrong += got[i] != (op == BenchOp::kBroadcast ? value(options_.root, i) : sum_of_values(n_, first + i));
+      }
     }
-    std::memset(in, 0, static_cast<size_t>(in_count) * 4);  // sums of the timed calls stay finite
+    // Sums of the timed calls stay finite.
+    KTG_RETURN_IF_ERROR(place_.backend.zero(in, static_cast<int64_t>(values.size()) * 4, place_.stream));
+    KTG_RETURN_IF_ERROR(place_.stream.synchronize(limit()));
     return wrong;
   }
 
@@ -90,33 +104,31 @@ class Measurement {
   }
 
  private:
-  static Deadline limit() { return Deadline::after(std::chrono::seconds(60)); }
-
   Result<WorkPtr> start() {
     switch (options_.op) {
       case BenchOp::kAllReduce:
-        return comm_.all_reduce(x_, count_, stream_);
+        return comm_.all_reduce(x_, count_, place_.stream);
       case BenchOp::kAllReduceFixed: {
         float* parts[] = {x_};  // one leaf a rank
-        return comm_.all_reduce_fixed(x_, parts, n_, count_, stream_);
+        return comm_.all_reduce_fixed(x_, parts, n_, count_, place_.stream);
       }
       case BenchOp::kReduceScatter:
-        return comm_.reduce_scatter(x_, shares_, count_, stream_);
+        return comm_.reduce_scatter(x_, shares_, count_, place_.stream);
       case BenchOp::kAllGather:
-        return comm_.all_gather(shares_, x_, count_ * 4, stream_);
+        return comm_.all_gather(shares_, x_, count_ * 4, place_.stream);
       case BenchOp::kBroadcast:
-        return comm_.broadcast(x_, count_ * 4, options_.root, stream_);
+        return comm_.broadcast(x_, count_ * 4, options_.root, place_.stream);
     }
     return internal_error("unknown operation");
   }
 
   const BenchOptions& options_;
   Communicator& comm_;
+  const BenchPlace& place_;
   float* x_;
   float* shares_;
   int n_;
   int64_t count_;
-  HostStream stream_;
 };
 
 double bus_factor(BenchOp op, int n) {
@@ -125,34 +137,41 @@ double bus_factor(BenchOp op, int n) {
   return in_shares(op) ? share : 2 * share;
 }
 
-// What the ranks measured, brought together: per iteration the slowest rank.
-Result<std::vector<float>> slowest(Communicator& comm, const std::vector<float>& own) {
-  HostStream stream;
-  const auto size = own.size();
-  std::vector<float> all(size * comm.world_size());
-  KTG_ASSIGN_OR_RETURN(WorkPtr work, comm.all_gather(all.data(), own.data(), static_cast<int64_t>(size) * 4, stream));
-  KTG_RETURN_IF_ERROR(work->wait(Deadline::after(std::chrono::seconds(60))));
-  std::vector<float> worst(size, 0.f);
-  for (size_t i = 0; i < all.size(); ++i) worst[i % size] = std::max(worst[i % size], all[i]);
+// What the ranks measured, brought together, in rank order.
+Result<std::vector<float>> gather(Communicator& comm, const BenchPlace& place, const std::vector<float>& own) {
+  const auto count = static_cast<int64_t>(own.size());
+  KTG_ASSIGN_OR_RETURN(const runtime::Buffer buffer,
+                       place.backend.allocate(count * 4 * (comm.world_size() + 1), "gathered times"));
+  float* in = buffer.as<float>() + count * comm.world_size();
+  KTG_RETURN_IF_ERROR(upload(place, in, own));
+  KTG_ASSIGN_OR_RETURN(WorkPtr work, comm.all_gather(buffer.data(), in, count * 4, place.stream));
+  KTG_RETURN_IF_ERROR(work->wait(limit()));
+  return download(place, buffer.as<float>(), count * comm.world_size());
+}
+
+// Per iteration the slowest rank.
+Result<std::vector<float>> slowest(Communicator& comm, const BenchPlace& place, const std::vector<float>& own) {
+  KTG_ASSIGN_OR_RETURN(const std::vector<float> all, gather(comm, place, own));
+  std::vector<float> worst(own.size(), 0.f);
+  for (size_t i = 0; i < all.size(); ++i) worst[i % own.size()] = std::max(worst[i % own.size()], all[i]);
   return worst;
 }
 
-Result<int64_t> total(Communicator& comm, int64_t own) {
-  HostStream stream;
-  std::vector<int64_t> all(comm.world_size());
-  KTG_ASSIGN_OR_RETURN(WorkPtr work, comm.all_gather(all.data(), &own, sizeof(own), stream));
-  KTG_RETURN_IF_ERROR(work->wait(Deadline::after(std::chrono::seconds(60))));
-  int64_t sum = 0;
-  for (int64_t v : all) sum += v;
-  return sum;
+// A float carries what matters: that the number is not 0.
+Result<int64_t> total(Communicator& comm, const BenchPlace& place, int64_t own) {
+  KTG_ASSIGN_OR_RETURN(const std::vector<float> all, gather(comm, place, {static_cast<float>(own)}));
+  float sum = 0;
+  for (float v : all) sum += v;
+  return static_cast<int64_t>(sum);
 }
 
 int iterations_for(int64_t size_bytes) {
   return static_cast<int>(std::clamp<int64_t>((int64_t{256} << 20) / std::max<int64_t>(1, size_bytes), 20, 1000));
 }
 
-Result<BenchRow> measure(const BenchOptions& options, Communicator& comm, float* x, float* shares, int64_t size_bytes) {
-  Measurement m(options, comm, x, shares, size_bytes);
+Result<BenchRow> measure(const BenchOptions& options, Communicator& comm, const BenchPlace& place, float* x,
+                         float* shares, int64_t size_bytes) {
+  Measurement m(options, comm, place, x, shares, size_bytes);
   BenchRow row{.size_bytes = size_bytes, .count = m.count(), .algorithm = {}, .chunk_bytes = 0};
   int64_t wrong = 0;
   if (options.check) {
@@ -161,10 +180,10 @@ Result<BenchRow> measure(const BenchOptions& options, Communicator& comm, float*
   const int iterations = options.num_iterations > 0 ? options.num_iterations : iterations_for(size_bytes);
   const int warm_up = options.num_warm_up > 0 ? options.num_warm_up : std::max(5, iterations / 10);
   KTG_ASSIGN_OR_RETURN(const std::vector<float> own, m.time(warm_up, iterations));
-  KTG_ASSIGN_OR_RETURN(std::vector<float> times, slowest(comm, own));
+  KTG_ASSIGN_OR_RETURN(std::vector<float> times, slowest(comm, place, own));
   if (options.check) {
     KTG_ASSIGN_OR_RETURN(const int64_t after, m.check());
-    KTG_ASSIGN_OR_RETURN(row.num_wrong, total(comm, wrong + after));
+    KTG_ASSIGN_OR_RETURN(row.num_wrong, total(comm, place, wrong + after));
   }
   std::sort(times.begin(), times.end());
   row.time_us = times[times.size() / 2];
@@ -222,38 +241,39 @@ int64_t bench_heap_bytes(const BenchOptions& options) {
   return options.max_bytes * (in_shares(options.op) ? 2 : 1) + 4096;
 }
 
-Result<std::vector<BenchRow>> run_bench(const BenchOptions& options, int world_size, SymmetricHeap& heap,
-                                        const MakeCommunicator& make,
+Result<std::vector<BenchRow>> run_bench(const BenchOptions& options, int world_size, const BenchPlace& place,
                                         const std::function<void(const BenchRow&)>& on_row) {
   const int64_t bytes = options.max_bytes;
-  std::unique_ptr<float[]> private_memory[2];
+  runtime::Buffer private_memory[2];
   float* memory[2] = {nullptr, nullptr};
   for (int i = 0; i < (in_shares(options.op) ? 2 : 1); ++i) {
     if (options.in_heap) {
-      KTG_ASSIGN_OR_RETURN(void* p, heap.allocate(bytes, "benchmark data"));
+      KTG_ASSIGN_OR_RETURN(void* p, place.heap.allocate(bytes, "benchmark data"));
       memory[i] = static_cast<float*>(p);
     } else {
-      private_memory[i] = std::make_unique<float[]>(static_cast<size_t>(bytes) / 4);
-      memory[i] = private_memory[i].get();
+      KTG_ASSIGN_OR_RETURN(private_memory[i], place.backend.allocate(bytes, "benchmark data"));
+      memory[i] = private_memory[i].as<float>();
+      KTG_RETURN_IF_ERROR(place.backend.zero(memory[i], bytes, place.stream));
     }
   }
   std::vector<BenchRow> rows;
   // Algorithms and chunks mean something to all_reduce alone.
   const bool varied = options.op == BenchOp::kAllReduce;
+  const std::string fallback = options.on_gpus ? "auto" : "direct";
   for (int64_t size = options.min_bytes; size <= bytes; size *= options.factor) {
     const int64_t whole = in_shares(options.op) ? size / (4 * world_size) * (4 * world_size) : size / 4 * 4;
     if (whole == 0) continue;
-    for (const std::string& algorithm : varied ? options.algorithms : std::vector<std::string>{"direct"}) {
+    for (const std::string& algorithm : varied ? options.algorithms : std::vector<std::string>{fallback}) {
       for (int64_t chunk : varied ? options.chunks : std::vector<int64_t>{0}) {
         // A chunk that is no smaller than the whole is the algorithm's own way, but for the tree's two halves.
         if (chunk > whole || (chunk == whole && algorithm != "tree")) continue;
         CommConfig config;
         config.algorithm = algorithm;
         config.chunk_bytes = chunk;
-        KTG_ASSIGN_OR_RETURN(std::unique_ptr<Communicator> comm, make(config));
-        KTG_ASSIGN_OR_RETURN(BenchRow row, measure(options, *comm, memory[0], memory[1], whole));
-        row.algorithm = varied ? algorithm : "direct";
-        row.chunk_bytes = chunk;
+        KTG_ASSIGN_OR_RETURN(std::unique_ptr<Communicator> comm, place.make(config));
+        KTG_ASSIGN_OR_RETURN(BenchRow row, measure(options, *comm, place, memory[0], memory[1], whole));
+        row.algorithm = algorithm;
+        row.chunk_bytes = options.on_gpus ? options.nccl_buffsize : chunk;
         if (comm->rank() == 0) on_row(row);
         rows.push_back(row);
       }
@@ -297,9 +317,12 @@ std::string header(const BenchOptions& options, int world_size) {
       "# {}, {} ranks, {} memory; time: median over iterations of the slowest rank, barrier before each\n"
       "#{:>12} {:>12} {:>8} {:>6} {:>5} {:>10} {:>10} {:>12} {:>9} {:>9} {:>8}\n"
       "#{:>12} {:>12} {:>8} {:>6} {:>5} {:>10} {:>10} {:>12} {:>9} {:>9} {:>8}\n",
-      name_of(options.op), world_size, options.in_heap ? "symmetric" : "private", "size", "count", "type", "redop",
-      "root", "algorithm", "chunk", "time", "algbw", "busbw", "#wrong", "(B)", "(elements)", "", "", "", "", "(B)",
-      "(us)", "(GB/s)", "(GB/s)", "");
+      name_of(options.op), world_size,
+      options.on_gpus   ? "GPU"
+      : options.in_heap ? "symmetric"
+                        : "private",
+      "size", "count", "type", "redop", "root", "algorithm", options.on_gpus ? "buffsize" : "chunk", "time", "algbw",
+      "busbw", "#wrong", "(B)", "(elements)", "", "", "", "", "(B)", "(us)", "(GB/s)", "(GB/s)", "");
 }
 
 std::string format(const BenchRow& row, const BenchOptions& options) {
@@ -311,25 +334,41 @@ std::string format(const BenchRow& row, const BenchOptions& options) {
                      row.num_wrong < 0 ? "N/A" : std::to_string(row.num_wrong));
 }
 
+namespace {
+
+nlohmann::json json_of(const BenchRow& row) {
+  return {{"size_bytes", row.size_bytes},   {"count", row.count},      {"algorithm", row.algorithm},
+          {"chunk_bytes", row.chunk_bytes}, {"time_us", row.time_us},  {"best_us", row.best_us},
+          {"algbw_gb_s", row.algbw},        {"busbw_gb_s", row.busbw}, {"num_wrong", row.num_wrong}};
+}
+
+}  // namespace
+
 std::string to_json(const BenchOptions& options, int world_size, const std::vector<BenchRow>& rows) {
   nlohmann::json out;
   out["operation"] = name_of(options.op);
   out["ranks"] = world_size;
-  out["memory"] = options.in_heap ? "symmetric" : "private";
+  out["memory"] = options.on_gpus ? "GPU" : options.in_heap ? "symmetric" : "private";
   out["how"] = "time_us: median over iterations of the slowest rank; a barrier before each iteration";
   out["rows"] = nlohmann::json::array();
-  for (const BenchRow& row : rows) {
-    out["rows"].push_back({{"size_bytes", row.size_bytes},
-                           {"count", row.count},
-                           {"algorithm", row.algorithm},
-                           {"chunk_bytes", row.chunk_bytes},
-                           {"time_us", row.time_us},
-                           {"best_us", row.best_us},
-                           {"algbw_gb_s", row.algbw},
-                           {"busbw_gb_s", row.busbw},
-                           {"num_wrong", row.num_wrong}});
-  }
+  for (const BenchRow& row : rows) out["rows"].push_back(json_of(row));
   return out.dump(1) + "\n";
+}
+
+std::string to_line(const BenchRow& row) { return json_of(row).dump() + "\n"; }
+
+Result<BenchRow> parse_line(const std::string& line) {
+  const auto json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+  if (!json.is_object() || json.size() != json_of({}).size()) return invalid_argument("not a row: " + line);
+  return BenchRow{.size_bytes = json["size_bytes"],
+                  .count = json["count"],
+                  .algorithm = json["algorithm"],
+                  .chunk_bytes = json["chunk_bytes"],
+                  .time_us = json["time_us"],
+                  .best_us = json["best_us"],
+                  .algbw = json["algbw_gb_s"],
+                  .busbw = json["busbw_gb_s"],
+                  .num_wrong = json["num_wrong"]};
 }
 
 }  // namespace kintsugi::comm

@@ -32,6 +32,9 @@ struct BenchOptions {
   int root = 0;
   std::vector<std::string> algorithms = {"direct"};
   std::vector<int64_t> chunks = {0};
+  // On GPUs: what NCCL_BUFFSIZE is in this process, which takes the chunk's place in the table; 0: NCCL's own.
+  bool on_gpus = false;
+  int64_t nccl_buffsize = 0;
 };
 // Names the option that is wrong.
 Status validate(const BenchOptions& options);
@@ -52,10 +55,18 @@ struct BenchRow {
 // rank has left the one before.
 using MakeCommunicator = std::function<Result<std::unique_ptr<Communicator>>(const CommConfig& config)>;
 
-// Every rank calls it; rank 0's `on_row` sees each row as it is measured. `heap` has room for bench_heap_bytes().
-// Data is taken from the heap once, so call it once a heap.
-Result<std::vector<BenchRow>> run_bench(const BenchOptions& options, int world_size, SymmetricHeap& heap,
-                                        const MakeCommunicator& make,
+// What a rank measures with. The data is the backend's memory; `heap` has room for bench_heap_bytes().
+struct BenchPlace {
+  SymmetricHeap& heap;
+  runtime::Backend& backend;
+  runtime::Stream& stream;
+  MakeCommunicator make;
+};
+
+// Every rank calls it; rank 0's `on_row` sees each row as it is measured. A call ends when its result may be used by
+// the host: on a GPU that includes its launch and the wait for it. Data is taken from the heap once, so call it once a
+// heap.
+Result<std::vector<BenchRow>> run_bench(const BenchOptions& options, int world_size, const BenchPlace& place,
                                         const std::function<void(const BenchRow&)>& on_row);
 int64_t bench_heap_bytes(const BenchOptions& options);
 
@@ -67,5 +78,8 @@ TuningTable make_tuning(const std::vector<BenchRow>& rows, int world_size);
 std::string header(const BenchOptions& options, int world_size);
 std::string format(const BenchRow& row, const BenchOptions& options);
 std::string to_json(const BenchOptions& options, int world_size, const std::vector<BenchRow>& rows);
+// One row on a line, and back: how a process hands its rows to another.
+std::string to_line(const BenchRow& row);
+Result<BenchRow> parse_line(const std::string& line);
 
 }  // namespace kintsugi::comm

@@ -40,8 +40,11 @@ TEST(BenchTest, EveryOperationIsCheckedElementByElement) {
             return create_host_communicator({generation, r, kRanks}, RankWorld::pointers(maps), config, {});
           };
           int printed = 0;
+          const auto backend = runtime::create_cpu_backend({.num_threads = 1});
+          const auto stream = backend->create_stream();
+          const BenchPlace place{*maps[r], *backend, **stream, make};
           const auto measured =
-              run_bench(options, kRanks, *maps[r], make, [&](const BenchRow& row) { printed += row.num_wrong == 0; });
+              run_bench(options, kRanks, place, [&](const BenchRow& row) { printed += row.num_wrong == 0; });
           ASSERT_TRUE(measured.ok()) << op << ": " << measured.status().to_string();
           EXPECT_EQ(printed, r == 0 ? static_cast<int>(measured->size()) : 0) << op;
           if (r == 0) rows = *measured;
@@ -56,6 +59,10 @@ TEST(BenchTest, EveryOperationIsCheckedElementByElement) {
       const auto json = nlohmann::json::parse(to_json(options, kRanks, rows));
       EXPECT_EQ(json["rows"].size(), rows.size());
       EXPECT_EQ(json["operation"], op);
+      const auto again = parse_line(to_line(rows[0]));
+      ASSERT_TRUE(again.ok());
+      EXPECT_EQ(to_line(*again), to_line(rows[0]));
+      EXPECT_FALSE(parse_line("{}").ok());
     }
   }
 }
