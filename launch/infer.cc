@@ -19,7 +19,10 @@ void add_checkpoint_options(CLI::App& command, CheckpointOptions& options) {
   command.add_option("checkpoint", options.path, kCheckpointHelp)->required();
   command.add_option("--dtype", options.dtype, "fp32 or bf16: of activations and matrix products (as in training)")
       ->check(CLI::IsMember({"fp32", "bf16"}));
-  command.add_option("--threads", options.num_threads, "Threads; 0: one for each usable core")
+  command.add_option("--device", options.device, "cpu, cuda, or auto: the GPU where there is one")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
+      ->capture_default_str();
+  command.add_option("--threads", options.num_threads, "Threads of the CPU; 0: one for each usable core")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();
 }

@@ -16,6 +16,7 @@ namespace kintsugi::launch {
 struct CheckpointOptions {
   std::string path;  // a run's folder or a checkpoint's
   std::string dtype;
+  std::string device = "auto";
   int num_threads = 0;
 };
 

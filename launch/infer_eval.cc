@@ -59,8 +59,10 @@ int run_eval(const EvalOptions& options) {
     if (!fs.exists(file)) return report_error(not_found(file + ": no such file"), kExitUsage);
   }
   std::vector<std::string> notes;
-  const auto loaded =
-      load_model(fs, {options.checkpoint.path, options.checkpoint.dtype, options.checkpoint.num_threads}, &notes);
+  const auto loaded = load_model(
+      fs,
+      {options.checkpoint.path, options.checkpoint.dtype, options.checkpoint.num_threads, options.checkpoint.device},
+      &notes);
   print_notes(notes);
   if (!loaded.ok()) return report_error(loaded.status(), kExitBadConfig);
   const InferenceModel& model = **loaded;

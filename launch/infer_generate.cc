@@ -96,7 +96,7 @@ int Generation::read_options() {
 int Generation::load() {
   std::vector<std::string> notes;
   const CheckpointOptions& from = options_.checkpoint;
-  auto model = load_model(FileSystem::posix(), {from.path, from.dtype, from.num_threads}, &notes);
+  auto model = load_model(FileSystem::posix(), {from.path, from.dtype, from.num_threads, from.device}, &notes);
   print_notes(notes);
   if (!model.ok()) return report_error(model.status(), kExitBadConfig);
   model_ = std::move(model).value();

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "launch/run_config.h"
+#include "runtime/cuda/cuda_backend.h"
 
 namespace kintsugi::launch {
 namespace {
@@ -21,8 +22,18 @@ constexpr const char* kManifest = "manifest.json";
 Status load_weights(FileSystem& fs, InferenceModel& model) {
   const int64_t length = model.params->total_length();
   KTG_ASSIGN_OR_RETURN(model.weights, model.backend->allocate(length * 4, "weights"));
-  KTG_RETURN_IF_ERROR(checkpoint::load_state(fs, model.checkpoint, *model.params, model.weights.as<float>(), nullptr,
-                                             nullptr, {0, length}));
+  const auto load = [&](float* weights) {
+    return checkpoint::load_state(fs, model.checkpoint, *model.params, weights, nullptr, nullptr, {0, length});
+  };
+  if (model.backend->kind() == runtime::DeviceKind::kCpu) {
+    KTG_RETURN_IF_ERROR(load(model.weights.as<float>()));
+  } else {
+    KTG_ASSIGN_OR_RETURN(const runtime::Buffer host, model.backend->allocate_host(length * 4, "weights on their way"));
+    KTG_RETURN_IF_ERROR(load(host.as<float>()));
+    KTG_ASSIGN_OR_RETURN(const std::unique_ptr<runtime::Stream> stream, model.backend->create_stream());
+    KTG_RETURN_IF_ERROR(model.backend->copy(model.weights.data(), host.data(), length * 4, *stream));
+    KTG_RETURN_IF_ERROR(stream->synchronize(Deadline::never()));  // one copy, which ends
+  }
   const void* compute = model.weights.data();
   if (model.dtype != kernels::DType::kF32) {
     KTG_ASSIGN_OR_RETURN(model.compute,
@@ -61,7 +72,7 @@ Result<std::unique_ptr<InferenceModel>> load_checkpoint(FileSystem& fs, Checkpoi
     model->trained_seq_len = meta.model.max_seq_len;
   }
   model->dtype = dtype == "bf16" ? kernels::DType::kBF16 : kernels::DType::kF32;
-  model->backend = runtime::create_cpu_backend({.num_threads = options.num_threads});
+  KTG_ASSIGN_OR_RETURN(model->backend, create_inference_backend(options.device, options.num_threads));
   model->params = std::make_unique<runtime::ParamTable>(runtime::ParamTable::build(meta.model));
   KTG_RETURN_IF_ERROR(load_weights(fs, *model));
   if (!meta.tokenizer.empty()) {
@@ -73,6 +84,16 @@ Result<std::unique_ptr<InferenceModel>> load_checkpoint(FileSystem& fs, Checkpoi
 }
 
 }  // namespace
+
+Result<std::unique_ptr<runtime::Backend>> create_inference_backend(const std::string& device, int num_threads) {
+  if (device != "auto" && device != "cpu" && device != "cuda") {
+    return invalid_argument("device = \"" + device + "\": must be auto, cpu or cuda");
+  }
+  if (device == "cuda" || (device == "auto" && runtime::count_cuda_devices().count > 0)) {
+    return runtime::create_cuda_backend({});
+  }
+  return runtime::create_cpu_backend({.num_threads = num_threads});
+}
 
 Result<std::vector<CheckpointInfo>> find_checkpoints(FileSystem& fs, const std::string& path,
                                                      std::vector<std::string>* skipped) {

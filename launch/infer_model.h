@@ -21,9 +21,10 @@ Result<std::vector<checkpoint::CheckpointInfo>> find_checkpoints(FileSystem& fs,
                                                                  std::vector<std::string>* skipped);
 
 struct InferenceModelOptions {
-  std::string path;        // a run's folder or a checkpoint's
-  std::string dtype = "";  // "fp32", "bf16"; empty: as the run was trained
-  int num_threads = 0;     // 0: one for each usable core
+  std::string path;             // a run's folder or a checkpoint's
+  std::string dtype = "";       // "fp32", "bf16"; empty: as the run was trained
+  int num_threads = 0;          // of the CPU; 0: one for each usable core
+  std::string device = "auto";  // "cpu", "cuda"; "auto": the GPU where there is one
 };
 
 // Owner of the weights on the backend. Move-only by unique_ptr: `access` refers to its siblings.
@@ -43,6 +44,9 @@ struct InferenceModel {
   // "step 50 of /run/checkpoint/step-50: llama, 4 layers, 3,344,640 parameters, vocabulary 256, fp32; cpu (...)"
   std::string description() const;
 };
+
+// kInvalidArgument for another word than those above, kFailedPrecondition where "cuda" cannot be had: with the cure.
+Result<std::unique_ptr<runtime::Backend>> create_inference_backend(const std::string& device, int num_threads);
 
 // Loads the newest checkpoint that can be read: when rotation takes one away meanwhile, the newest is looked for again;
 // when one is damaged, the one before it is taken. What happened on the way goes to `notes`, one line each.

@@ -27,7 +27,7 @@ class InferModelTest : public testing::Test {
   std::vector<std::string> notes_;
 
   Result<std::unique_ptr<InferenceModel>> load(const std::string& path, const std::string& dtype = "") {
-    return load_model(fs_, {path, dtype, 1}, &notes_);
+    return load_model(fs_, {path, dtype, 1, "cpu"}, &notes_);
   }
   std::string step_dir(int64_t step) { return run_.path() + "/checkpoint/step-" + std::to_string(step); }
 };
@@ -168,7 +168,7 @@ TEST_F(InferModelTest, ACheckpointThatRotationTakesAwayIsReplacedByTheNext) {
       write_checkpoint(fs_, run.path(), config, {.step = 2, .keep = 1});  // removes step-1
     });
     std::vector<std::string> notes;
-    const auto model = load_model(rotating, {run.path(), "", 1}, &notes);
+    const auto model = load_model(rotating, {run.path(), "", 1, "cpu"}, &notes);
     ASSERT_TRUE(model.ok()) << "after read " << reads << ": " << model.status().to_string();
     EXPECT_EQ((*model)->checkpoint.meta.step, 2) << "after read " << reads;
     EXPECT_THAT(notes, Each(Not(HasSubstr("damaged")))) << "after read " << reads;
@@ -180,7 +180,7 @@ TEST_F(InferModelTest, OneStepsFolderThatGoesAwayIsNotReplacedByAnother) {
   write_checkpoint(fs_, run_.path(), config, {.step = 1});
   RotatingFileSystem rotating("step-1/manifest.json", 1,
                               [&] { write_checkpoint(fs_, run_.path(), config, {.step = 2, .keep = 1}); });
-  const auto model = load_model(rotating, {step_dir(1), "", 1}, &notes_);
+  const auto model = load_model(rotating, {step_dir(1), "", 1, "cpu"}, &notes_);
   ASSERT_FALSE(model.ok());
   EXPECT_EQ(model.status().code(), StatusCode::kNotFound);
 }

@@ -43,7 +43,11 @@ class InferProgramTest : public testing::Test {
     return text.str();
   }
 
+  // On the CPU, also where there is a GPU.
   Outcome infer(std::vector<std::string> arguments, const std::string& out_path = "") {
+    if (arguments.size() > 1 && (arguments[0] == "generate" || arguments[0] == "eval")) {
+      arguments.insert(arguments.begin() + 1, {"--device", "cpu"});
+    }
     arguments.insert(arguments.begin(), std::string(KTG_BINARY_DIR) + "/bin/infer");
     std::vector<char*> argv;
     for (std::string& argument : arguments) argv.push_back(argument.data());
