@@ -1,7 +1,6 @@
 #include "checkpoint/state_digest.h"
 
 #include <openssl/evp.h>
-#include <xxhash.h>
 
 #include <algorithm>
 #include <bit>
@@ -21,9 +20,6 @@ struct MdDeleter {
 };
 struct MdCtxDeleter {
   void operator()(EVP_MD_CTX* ctx) const { EVP_MD_CTX_free(ctx); }
-};
-struct XxhDeleter {
-  void operator()(XXH3_state_t* state) const { XXH3_freeState(state); }
 };
 
 // One context, used for many digests: fetching the algorithm costs more than hashing a small block.
@@ -62,8 +58,8 @@ int64_t num_digest_blocks(const runtime::ParamTable& table) {
   return blocks;
 }
 
-void digest_blocks(const runtime::ParamTable& table, const runtime::TrainState& state, int64_t first,
-                   std::span<BlockDigest> out) {
+Status digest_blocks(const runtime::ParamTable& table, const runtime::TrainState& state, int64_t first,
+                     std::span<BlockDigest> out, const ReadBlock& read) {
   const int64_t end = first + static_cast<int64_t>(out.size());
   KTG_CHECK(first >= 0 && end <= num_digest_blocks(table)) << "blocks [" << first << ", " << end << ")";
   KTG_CHECK(state.length >= table.total_length()) << state.length << " elements, table of " << table.total_length();
@@ -76,12 +72,17 @@ void digest_blocks(const runtime::ParamTable& table, const runtime::TrainState& 
       for (int64_t block = std::max<int64_t>(first - index, 0); block < std::min(blocks, end - index); ++block) {
         const int64_t begin = block * kBlockElements;
         const int64_t count = std::min(kBlockElements, tensor.numel - begin);
-        sha.add(buffer + tensor.offset + begin, static_cast<size_t>(count) * sizeof(float));
+        const float* values = buffer + tensor.offset + begin;
+        if (read) {
+          KTG_ASSIGN_OR_RETURN(values, read(values, count));
+        }
+        sha.add(values, static_cast<size_t>(count) * sizeof(float));
         out[static_cast<size_t>(index + block - first)] = sha.finish();
       }
       index += blocks;
     }
   }
+  return ok_status();
 }
 
 std::string combine_digests(const runtime::ParamTable& table, std::span<const BlockDigest> all, int64_t step,
@@ -111,19 +112,8 @@ std::string combine_digests(const runtime::ParamTable& table, std::span<const Bl
 
 std::string state_sha256(const runtime::ParamTable& table, const runtime::TrainState& state) {
   std::vector<BlockDigest> all(static_cast<size_t>(num_digest_blocks(table)));
-  digest_blocks(table, state, 0, all);
+  KTG_CHECK(digest_blocks(table, state, 0, all).ok());  // the host reads memory: nothing can fail
   return combine_digests(table, all, state.step, state.cursor);
-}
-
-uint64_t quick_digest(const runtime::TrainState& state) {
-  const std::unique_ptr<XXH3_state_t, XxhDeleter> xxh(XXH3_createState());
-  KTG_CHECK(xxh != nullptr && XXH3_64bits_reset(xxh.get()) == XXH_OK);
-  for (const float* buffer : {state.weights, state.m, state.v}) {
-    XXH3_64bits_update(xxh.get(), buffer, static_cast<size_t>(state.length) * sizeof(float));
-  }
-  XXH3_64bits_update(xxh.get(), &state.step, sizeof state.step);
-  XXH3_64bits_update(xxh.get(), &state.cursor, sizeof state.cursor);
-  return XXH3_64bits_digest(xxh.get());
 }
 
 }  // namespace kintsugi::checkpoint

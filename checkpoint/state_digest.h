@@ -11,10 +11,12 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "runtime/base/status.h"
 #include "runtime/model/param_table.h"
 #include "runtime/model/train_state.h"
 
@@ -24,15 +26,15 @@ using BlockDigest = std::array<uint8_t, 32>;
 
 // Number of blocks of all tensors, weights and moments.
 int64_t num_digest_blocks(const runtime::ParamTable& table);
-// Digests of blocks [first, first + out.size()).
-void digest_blocks(const runtime::ParamTable& table, const runtime::TrainState& state, int64_t first,
-                   std::span<BlockDigest> out);
+// Brings `count` elements at `at`, a place in the state, where the host can read them: a state on a device. At most
+// 262,144 elements; valid until the next call.
+using ReadBlock = std::function<Result<const float*>(const float* at, int64_t count)>;
+// Digests of blocks [first, first + out.size()). `read` null: the host reads the state where it lies. Errors: read's.
+Status digest_blocks(const runtime::ParamTable& table, const runtime::TrainState& state, int64_t first,
+                     std::span<BlockDigest> out, const ReadBlock& read = nullptr);
 std::string combine_digests(const runtime::ParamTable& table, std::span<const BlockDigest> all, int64_t step,
                             int64_t cursor);
 // All of it on one rank.
 std::string state_sha256(const runtime::ParamTable& table, const runtime::TrainState& state);
-
-// XXH3-64 over the three buffers, step and cursor: the quick comparison of ranks after a recovery.
-uint64_t quick_digest(const runtime::TrainState& state);
 
 }  // namespace kintsugi::checkpoint

@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <utility>
 
@@ -87,6 +88,11 @@ FaultPlan::FaultPlan(std::vector<FaultEntry> entries, int rank, std::function<bo
       rank_(rank),
       claim_(std::move(claim)),
       die_(die ? std::move(die) : kill_this_process) {}
+
+bool FaultPlan::any_at(int64_t step) const {
+  return std::any_of(entries_.begin(), entries_.end(),
+                     [&](const FaultEntry& entry) { return entry.rank == rank_ && entry.step == step; });
+}
 
 Status FaultPlan::at(FaultPoint point, int64_t step) const {
   for (size_t i = 0; i < entries_.size(); ++i) {

@@ -42,6 +42,8 @@ class FaultPlan {
   // error instead, which at() hands on.
   FaultPlan(std::vector<FaultEntry> entries, int rank, std::function<bool(int64_t)> claim,
             std::function<Status()> die = nullptr);
+  // Whether an entry is meant for this rank at `step`, wherever in it, fired or not.
+  bool any_at(int64_t step) const;
   // Ok unless an entry strikes here. Costs nothing without entries.
   Status at(FaultPoint point, int64_t step) const;
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "parallel/data_parallel.h"
 #include "parallel/state_memory.h"
 #include "runtime/model/transformer.h"
 
@@ -25,33 +26,58 @@ int64_t largest_shard(int64_t total_length, int world_size) {
 
 }  // namespace
 
-int64_t MemoryPlan::heap_bytes() const {
+int64_t MemoryPlan::bytes_in(Place place) const {
   int64_t sum = 0;
-  for (const Item& item : items) sum += item.shared ? item.bytes : 0;
-  return sum;
-}
-
-int64_t MemoryPlan::private_bytes() const {
-  int64_t sum = 0;
-  for (const Item& item : items) sum += item.shared ? 0 : item.bytes;
+  for (const Item& item : items) sum += item.place == place ? item.bytes : 0;
   return sum;
 }
 
 std::string MemoryPlan::to_string() const {
   std::string out =
       fmt::format("memory plan of a rank: {} parameters, {} elements of padding\n", num_parameters, padding_elements);
-  for (const Item& item : items) {
-    out += fmt::format("  {:<14} {:>14} {:>15} bytes{}\n", item.kind, mebibytes(item.bytes), item.bytes,
-                       item.shared ? "  shared" : "");
+  const auto line = [&](const std::string& kind, int64_t bytes, std::string_view note) {
+    out += fmt::format("  {:<14} {:>14} {:>15} bytes{}\n", kind, mebibytes(bytes), bytes, note);
+  };
+  for (const bool device : {true, false}) {
+    for (const Item& item : items) {
+      const bool on_device = item.place == Place::kDevice || item.place == Place::kDeviceState;
+      if (on_device != device) continue;
+      line(item.kind, item.bytes, device ? "  GPU" : item.place == Place::kShared ? "  shared" : "");
+    }
   }
-  out += fmt::format("  {:<14} {:>14} {:>15} bytes, {} of it shared\n", "total", mebibytes(total_bytes()),
-                     total_bytes(), mebibytes(heap_bytes()));
+  if (device_bytes() > 0) line("total, GPU", device_bytes(), "");
+  line(device_bytes() > 0 ? "total, host" : "total", total_bytes(),
+       fmt::format(", {} of it shared", mebibytes(heap_bytes())));
   return out;
 }
 
-MemoryPlan plan_memory(const RunConfig& config, int world_size) {
+namespace {
+
+struct StepTokens {
+  int64_t micro_step = 0, step = 0;  // of the rank that has most
+  int64_t num_micro_steps = 0;
+};
+
+StepTokens step_tokens(const RunConfig& config, int world_size) {
+  StepTokens tokens;
+  for (int r = 0; r < world_size; ++r) {
+    const Result<parallel::BatchLayout> layout = config.batch_layout(r, world_size);
+    const int64_t micro_step = layout->micro_batch * config.training.seq_len;
+    tokens.micro_step = std::max(tokens.micro_step, micro_step);
+    tokens.step = std::max(tokens.step, layout->num_micro_steps * micro_step);
+    tokens.num_micro_steps = std::max(tokens.num_micro_steps, layout->num_micro_steps);
+  }
+  return tokens;
+}
+
+}  // namespace
+
+MemoryPlan plan_memory(const RunConfig& config, int world_size, const runtime::Backend* backend) {
+  using Place = MemoryPlan::Place;
   const runtime::ParamTable table = runtime::ParamTable::build(config.model);
   const int64_t length = table.total_length();
+  const bool device = backend != nullptr ? backend->asynchronous() : config.on_cuda();
+  const bool whole = !device || backend != nullptr;
   MemoryPlan plan;
   plan.num_parameters = table.num_parameters();
   plan.padding_elements = length - table.num_parameters();
@@ -60,29 +86,65 @@ MemoryPlan plan_memory(const RunConfig& config, int world_size) {
   // One is filled while another is written; a run that saves once, at its end or when it is asked to stop, needs one.
   plan.num_snapshot_slots = config.checkpoint.every > 0 ? 2 : 1;
   plan.snapshot_slot_bytes = 3 * largest_shard(length, world_size) * int64_t{sizeof(float)} + kNotesBytes;
-  plan.items.push_back({"snapshots", plan.num_snapshot_slots * plan.snapshot_slot_bytes, true});
+  plan.items.push_back({"snapshots", plan.num_snapshot_slots * plan.snapshot_slot_bytes, Place::kShared});
   const parallel::StateMemory memory =
       parallel::plan_state_memory(table, config.parallelism, config.dtype(), world_size);
-  plan.items.push_back({"weights", memory.weights_bytes, true});
-  plan.items.push_back({"moments", memory.moments_bytes, true});
-  plan.items.push_back({"gradients", memory.gradients_bytes, true});
-  plan.items.push_back({"vote", memory.vote_bytes, true});
-  if (memory.compute_copy_bytes > 0) plan.items.push_back({"compute copy", memory.compute_copy_bytes, false});
+  const Place state = device ? Place::kDeviceState : Place::kShared, mine = device ? Place::kDevice : Place::kHost;
+  plan.items.push_back({"weights", memory.weights_bytes, state});
+  plan.items.push_back({"moments", memory.moments_bytes, state});
+  plan.items.push_back({"gradients", memory.gradients_bytes, state});
+  plan.items.push_back({"vote", memory.vote_bytes, state});
+  if (memory.compute_copy_bytes > 0 && whole) plan.items.push_back({"compute copy", memory.compute_copy_bytes, mine});
 
-  int64_t tokens = 0, step_tokens = 0;
-  for (int r = 0; r < world_size; ++r) {
-    const Result<parallel::BatchLayout> layout = config.batch_layout(r, world_size);
-    tokens = std::max(tokens, layout->micro_batch * config.training.seq_len);
-    step_tokens = std::max(step_tokens, layout->num_micro_steps * layout->micro_batch * config.training.seq_len);
+  const StepTokens tokens = step_tokens(config, world_size);
+  const int64_t batch_bytes = 2 * tokens.step * int64_t{sizeof(int32_t)};
+  if (whole) {
+    const int64_t activations =
+        runtime::Transformer::activation_bytes(config.model, config.transformer_options(tokens.micro_step),
+                                               backend != nullptr ? backend->kernels() : kernels::cpu::kernels());
+    plan.items.push_back({"activations", activations, mine});
+    plan.items.push_back({"batch", batch_bytes, mine});
   }
-  const runtime::TransformerOptions options{
-      .dtype = config.dtype(), .max_tokens = tokens, .max_seq_len = config.training.seq_len, .training = true};
-  plan.items.push_back({"activations", runtime::Transformer::activation_bytes(config.model, options), false});
-  plan.items.push_back({"batch", 2 * step_tokens * int64_t{sizeof(int32_t)}, false});
+  if (device) {
+    plan.items.push_back({"staged batches", 2 * batch_bytes, Place::kHost});
+    if (whole) {
+      plan.items.push_back({"scalars", parallel::DataParallel::device_bytes(table, tokens.num_micro_steps), mine});
+      plan.items.push_back({"libraries", backend->library_bytes(), mine});
+    }
+  }
   for (MemoryPlan::Item& item : plan.items) {
-    item.bytes = (item.bytes + kHeapAlignment - 1) / kHeapAlignment * kHeapAlignment;
+    const bool on_device = item.place == Place::kDevice || item.place == Place::kDeviceState;
+    const int64_t alignment = on_device ? runtime::kArenaAlignment : kHeapAlignment;
+    item.bytes = (item.bytes + alignment - 1) / alignment * alignment;
   }
   return plan;
+}
+
+Status check_device_memory(const RunConfig& config, int world_size, const runtime::Backend& backend,
+                           int64_t taken_bytes) {
+  KTG_ASSIGN_OR_RETURN(const runtime::DeviceMemory memory, backend.memory());
+  const auto needs = [&](const RunConfig& c) {
+    return plan_memory(c, world_size, &backend).device_bytes() - taken_bytes;
+  };
+  if (needs(config) <= memory.available_bytes) return ok_status();
+  const int64_t share = config.training.global_batch_size / world_size;
+  const int64_t size_now = config.training.micro_batch_size == 0 ? share : config.training.micro_batch_size;
+  const auto cure = [&]() -> std::string {
+    RunConfig c = config;
+    for (const char* recompute : {"none", "norms_and_activations", "attention", "block"}) {
+      c.training.recompute = recompute;
+      for (int64_t size = std::min(share, size_now); size >= 1; --size) {
+        c.training.micro_batch_size = size;
+        if (!c.batch_layout(0, world_size).ok() || needs(c) > memory.available_bytes) continue;
+        return fmt::format("training.micro_batch_size = {} with training.recompute = \"{}\" would fit", size,
+                           recompute);
+      }
+    }
+    return "no training.micro_batch_size fits, not even with training.recompute = \"block\"";
+  };
+  return resource_exhausted(fmt::format("the step needs {} of GPU memory, {} of {} are free: {}",
+                                        mebibytes(needs(config)), mebibytes(memory.available_bytes),
+                                        mebibytes(memory.total_bytes), cure()));
 }
 
 Result<std::vector<void*>> allocate_snapshot_slots(comm::SymmetricHeap& heap, const MemoryPlan& plan) {

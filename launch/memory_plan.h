@@ -10,14 +10,22 @@
 #include "comm/communicator.h"
 #include "launch/run_config.h"
 #include "launch/snapshot_notes.h"
+#include "runtime/backend.h"
 
 namespace kintsugi::launch {
 
 struct MemoryPlan {
+  enum class Place {
+    kShared,       // the rank's segment of host memory, where peers and the agent can read it
+    kHost,         // host memory of the worker
+    kDeviceState,  // GPU: the heap that peers read
+    kDevice,       // GPU: the worker's alone
+  };
   struct Item {
-    std::string kind;  // "weights", "gradients", "moments", "snapshots", "compute copy", "activations", "batch"
+    // "weights", "gradients", "moments", "snapshots", "compute copy", "activations", "libraries", "batch", ...
+    std::string kind;
     int64_t bytes;
-    bool shared;  // in the symmetric heap, where peers and the agent can read it
+    Place place;
   };
   std::vector<Item> items;
   int64_t num_parameters = 0;
@@ -28,15 +36,24 @@ struct MemoryPlan {
   int num_snapshot_slots = 0;
   int64_t snapshot_slot_bytes = 0;
 
-  int64_t heap_bytes() const;  // what SharedSegment::create_fd() must be given
-  int64_t private_bytes() const;
-  int64_t total_bytes() const { return heap_bytes() + private_bytes(); }
+  int64_t heap_bytes() const { return bytes_in(Place::kShared); }  // what SharedSegment::create_fd() must be given
+  int64_t private_bytes() const { return bytes_in(Place::kHost); }
+  int64_t state_heap_bytes() const { return bytes_in(Place::kDeviceState); }  // what a comm::DeviceHeap must be given
+  int64_t device_bytes() const { return state_heap_bytes() + bytes_in(Place::kDevice); }
+  int64_t total_bytes() const { return heap_bytes() + private_bytes(); }  // of the host
+  int64_t bytes_in(Place place) const;
   // A table with one line a kind, for the start of the run.
   std::string to_string() const;
 };
 
-// config.validate(world_size) holds. The largest rank's plan: the same on all.
-MemoryPlan plan_memory(const RunConfig& config, int world_size);
+// config.validate(world_size) holds. The largest rank's plan: the same on all. On a GPU what the kernels need follows
+// from the backend; without one (an agent has none) the items of Place::kDevice are left out.
+MemoryPlan plan_memory(const RunConfig& config, int world_size, const runtime::Backend* backend = nullptr);
+
+// On a GPU, before more than `taken_bytes` of the plan is taken: kResourceExhausted says what the plan needs, what is
+// free, and the nearest setting of training.micro_batch_size and training.recompute that would fit.
+Status check_device_memory(const RunConfig& config, int world_size, const runtime::Backend& backend,
+                           int64_t taken_bytes);
 
 // Snapshot slots are the first allocations in a rank's heap, made alike by its worker and its agent. A slot holds
 // the rank's shard_range() of the state of one step: weights, then m, then v, `range.count` floats each; its last bytes

@@ -59,6 +59,8 @@ Status TrainingConfig::validate() const {
   KTG_RETURN_IF_ERROR(at_least("training.global_batch_size", global_batch_size, 1));
   KTG_RETURN_IF_ERROR(at_least("training.micro_batch_size", micro_batch_size, 0));
   KTG_RETURN_IF_ERROR(at_least("training.eval_every", eval_every, 0));
+  const Result<runtime::Recompute> known = runtime::parse_recompute(recompute);
+  KTG_RETURN_IF_ERROR(known.ok() ? ok_status() : known.status().with_context("training"));
   return at_least("training.eval_samples", eval_samples, 0);
 }
 
@@ -211,6 +213,15 @@ Status RunConfig::resolve_device() {
         "GPU");
   }
   return ok_status();
+}
+
+runtime::TransformerOptions RunConfig::transformer_options(int64_t max_tokens) const {
+  return {.dtype = dtype(),
+          .max_tokens = max_tokens,
+          .max_seq_len = training.seq_len,
+          .training = true,
+          .recompute = runtime::parse_recompute(training.recompute).value(),
+          .deterministic = training.deterministic};
 }
 
 std::string RunConfig::to_toml() const {

@@ -15,6 +15,7 @@
 #include "runtime/base/config_table.h"
 #include "runtime/data/dataset.h"
 #include "runtime/model/model_config.h"
+#include "runtime/model/transformer.h"
 #include "runtime/optim/schedule.h"
 
 namespace kintsugi::launch {
@@ -92,6 +93,8 @@ struct RunConfig {
   // files only, because agents stay free of the driver; the worker finds out whether it works.
   Status resolve_device();
   bool on_cuda() const { return device == "cuda"; }
+  // For calls of at most `max_tokens` tokens. validate() holds.
+  runtime::TransformerOptions transformer_options(int64_t max_tokens) const;
   kernels::DType dtype() const { return training.dtype == "bf16" ? kernels::DType::kBF16 : kernels::DType::kF32; }
 
   std::string to_toml() const;

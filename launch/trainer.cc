@@ -6,9 +6,11 @@
 #include <cmath>
 
 #include "comm/host/host_communicator.h"
+#include "comm/nccl/device_heap.h"
 #include "launch/trainer_impl.h"
 #include "launch/warm_up.h"
 #include "runtime/base/log.h"
+#include "runtime/cuda/cuda_backend.h"
 
 namespace kintsugi::launch {
 namespace {
@@ -51,7 +53,6 @@ TrainerImpl::TrainerImpl(const RunConfig& config, const WorkerEnvironment& envir
     : config_(config),
       environment_(environment),
       layout_(layout),
-      plan_(plan_memory(config, environment.world_size)),
       faults_(
           fault_entries(config, environment.world_size), environment.rank,
           [link = environment.link](int64_t index) { return link->claim_fault(index); }, environment.die) {}
@@ -61,9 +62,39 @@ TrainerImpl::~TrainerImpl() {
   if (parallel_) parallel_->set_communicator(nullptr);
 }
 
+namespace {
+
+// Ranks of a host share its GPUs in turn.
+Result<std::shared_ptr<runtime::Backend>> create_backend(const RunConfig& config, const WorkerEnvironment& env) {
+  if (!config.on_cuda()) {
+    return std::shared_ptr<runtime::Backend>(runtime::create_cpu_backend({.num_threads = env.num_threads}));
+  }
+  const runtime::CudaDevices devices = runtime::count_cuda_devices();
+  if (devices.count == 0) return failed_precondition("device = \"cuda\": " + devices.why_none);
+  KTG_ASSIGN_OR_RETURN(std::unique_ptr<runtime::Backend> backend,
+                       runtime::create_cuda_backend(
+                           {.device = env.local_rank % devices.count, .deterministic = config.training.deterministic}));
+  return std::shared_ptr<runtime::Backend>(std::move(backend));
+}
+
+}  // namespace
+
 Status TrainerImpl::build() {
   const TrainingConfig& training = config_.training;
-  backend_ = runtime::create_cpu_backend({.num_threads = environment_.num_threads});
+  backend_ = environment_.backend;
+  if (backend_ == nullptr) {
+    KTG_ASSIGN_OR_RETURN(backend_, create_backend(config_, environment_));
+  }
+  const bool device = backend_->asynchronous();
+  if (device) {
+    device_ = std::make_unique<DeviceStep>();
+    KTG_ASSIGN_OR_RETURN(const runtime::DeviceMemory memory, backend_->memory());
+    device_->bytes_free_before = memory.available_bytes;
+    const int64_t heap_bytes = environment_.state_heap == nullptr ? 0 : environment_.state_heap->capacity_bytes();
+    KTG_RETURN_IF_ERROR(
+        check_device_memory(config_, environment_.world_size, *backend_, backend_->library_bytes() + heap_bytes));
+  }
+  plan_ = plan_memory(config_, environment_.world_size, backend_.get());
   KTG_ASSIGN_OR_RETURN(stream_, backend_->create_stream());
   KTG_ASSIGN_OR_RETURN(update_stream_, backend_->create_stream());
 
@@ -75,26 +106,30 @@ Status TrainerImpl::build() {
                                                                  training.seq_len, seed, config_.model.vocab_size));
   }
 
-  const runtime::TransformerOptions options{.dtype = config_.dtype(),
-                                            .max_tokens = layout_.micro_batch * training.seq_len,
-                                            .max_seq_len = training.seq_len,
-                                            .training = true};
-  const int64_t activation_bytes = runtime::Transformer::activation_bytes(config_.model, options);
+  const runtime::TransformerOptions options = config_.transformer_options(layout_.micro_batch * training.seq_len);
+  const int64_t activation_bytes = runtime::Transformer::activation_bytes(config_.model, options, backend_->kernels());
   KTG_ASSIGN_OR_RETURN(runtime::Buffer activations, backend_->allocate(activation_bytes, "activations"));
   arena_ = std::make_unique<runtime::Arena>(std::move(activations));
   KTG_ASSIGN_OR_RETURN(model_, runtime::Transformer::create(config_.model, options, *backend_, *arena_, *stream_));
 
   comm::SymmetricHeap& heap = *environment_.heap;
   KTG_ASSIGN_OR_RETURN(snapshot_slots_, allocate_snapshot_slots(heap, plan_));
+  if (device && environment_.state_heap == nullptr) {
+    KTG_ASSIGN_OR_RETURN(own_state_heap_, comm::DeviceHeap::create(*backend_, plan_.state_heap_bytes()));
+  }
+  comm::SymmetricHeap& state_heap = !device                              ? heap
+                                    : environment_.state_heap != nullptr ? *environment_.state_heap
+                                                                         : *own_state_heap_;
   KTG_ASSIGN_OR_RETURN(parallel_, parallel::DataParallel::create(model_->params(),
                                                                  {.config = config_.parallelism,
                                                                   .dtype = config_.dtype(),
                                                                   .rank = environment_.rank,
                                                                   .world_size = environment_.world_size,
+                                                                  .num_micro_steps = layout_.num_micro_steps,
                                                                   .overlap = config_.comm.overlap,
                                                                   .first_bucket_bytes = config_.comm.first_bucket_bytes,
                                                                   .bucket_bytes = config_.comm.bucket_bytes},
-                                                                 *backend_, heap));
+                                                                 *backend_, state_heap, *stream_));
   parallel_->set_probe([this](parallel::StepPoint point) {
     switch (point) {
       case parallel::StepPoint::kForward:
@@ -104,23 +139,27 @@ Status TrainerImpl::build() {
       case parallel::StepPoint::kMidReduce:
         return faults_.at(FaultPoint::kMidReduce, fault_step_);
       case parallel::StepPoint::kMidUpdate:
-        return faults_.at(FaultPoint::kMidUpdate, fault_step_);
+        // A device makes the update later than it is queued: device_step() says when.
+        return device_ ? ok_status() : faults_.at(FaultPoint::kMidUpdate, fault_step_);
     }
     return ok_status();
   });
-  for (const void* part : {static_cast<const void*>(state().weights), static_cast<const void*>(state().m),
-                           static_cast<const void*>(state().v), static_cast<const void*>(parallel_->gradient())}) {
-    touch_pages(part, state().length * static_cast<int64_t>(sizeof(float)));
+  if (!device) {
+    for (const float* part : {static_cast<const float*>(state().weights), static_cast<const float*>(state().m),
+                              static_cast<const float*>(state().v), parallel_->gradient()}) {
+      touch_pages(part, state().length * static_cast<int64_t>(sizeof(float)));
+    }
+    const int64_t share = layout_.num_micro_steps * layout_.micro_batch;
+    inputs_.assign(share * training.seq_len, 0);
+    targets_.assign(share * training.seq_len, 0);
+    losses_.assign(layout_.num_micro_steps, {});
+  } else {
+    KTG_RETURN_IF_ERROR(build_device());
   }
-
-  const int64_t share = layout_.num_micro_steps * layout_.micro_batch;
-  inputs_.assign(share * training.seq_len, 0);
-  targets_.assign(share * training.seq_len, 0);
-  losses_.assign(layout_.num_micro_steps, {});
   if (environment_.warm_up) {
     KTG_RETURN_IF_ERROR(warm_up(*model_, *backend_, layout_.micro_batch, training.seq_len, *stream_));
   }
-  return ok_status();
+  return stream_->synchronize(collective_deadline());
 }
 
 // Phases are timed in every step, what lies inside them in those of metrics.trace_steps.
@@ -133,6 +172,12 @@ void TrainerImpl::begin_timeline(int64_t step) {
 }
 
 Result<RunOutcome> TrainerImpl::run() {
+  const Result<RunOutcome> outcome = run_steps();
+  if (!outcome.ok()) KTG_RETURN_IF_ERROR(leave_generation());
+  return outcome;
+}
+
+Result<RunOutcome> TrainerImpl::run_steps() {
   if (owed_) {
     KTG_RETURN_IF_ERROR(explained(complete_step(*owed_, /*timed=*/false)));
     if (owed_->stop_requested != 0 && state().step < config_.training.steps) return save_and_leave();
@@ -140,7 +185,8 @@ Result<RunOutcome> TrainerImpl::run() {
   }
   step_end_ns_ = monotonic_ns();
   while (state().step < config_.training.steps) {
-    const Result<VoteOutcome> vote = step(state().step + 1);
+    const int64_t next = state().step + 1;
+    const Result<VoteOutcome> vote = device_ ? device_step(next) : step(next);
     if (!vote.ok()) return explained(vote.status());
     if (vote->stop_requested != 0 && state().step < config_.training.steps) return save_and_leave();
   }
@@ -216,30 +262,46 @@ Result<VoteOutcome> TrainerImpl::vote(int64_t step) {
   return outcome;
 }
 
-// From the vote's bits alone, so that it can be repeated after a death. A clip factor of exactly 1 changes no bit.
+kernels::StepInputs TrainerImpl::step_inputs(int64_t step) const {
+  const runtime::OptimizerConfig& optimizer = config_.optimizer;
+  const auto exponent = static_cast<double>(step);
+  return {.step = step,
+          .generation = generation_,
+          .clip_norm = optimizer.clip_norm,
+          .lr = static_cast<float>(lr(step)),
+          .beta1 = static_cast<float>(optimizer.beta1),
+          .beta2 = static_cast<float>(optimizer.beta2),
+          .eps = static_cast<float>(optimizer.eps),
+          .weight_decay = static_cast<float>(optimizer.weight_decay),
+          .bias_correction1 = static_cast<float>(1.0 - std::pow(optimizer.beta1, exponent)),
+          .bias_correction2 = static_cast<float>(1.0 - std::pow(optimizer.beta2, exponent)),
+          .stop_requested = environment_.link->stop_requested() ? 1 : 0};
+}
+
+// From the vote's bits alone, so that it can be repeated after a death.
 Status TrainerImpl::update(const VoteOutcome& vote) {
   const trace::ScopedSpan span(&timeline_, "update", vote.step);
-  const runtime::OptimizerConfig& optimizer = config_.optimizer;
-  const bool clip = optimizer.clip_norm > 0 && vote.gradient_norm > optimizer.clip_norm;
-  const double factor = clip ? optimizer.clip_norm / vote.gradient_norm : 1.0;
-  const auto step = static_cast<double>(vote.step);
-  const kernels::AdamWScalars scalars{
-      .lr = static_cast<float>(lr(vote.step)),
-      .beta1 = static_cast<float>(optimizer.beta1),
-      .beta2 = static_cast<float>(optimizer.beta2),
-      .eps = static_cast<float>(optimizer.eps),
-      .weight_decay = static_cast<float>(optimizer.weight_decay),
-      .bias_correction1 = static_cast<float>(1.0 - std::pow(optimizer.beta1, step)),
-      .bias_correction2 = static_cast<float>(1.0 - std::pow(optimizer.beta2, step)),
-      .gradient_scale = static_cast<float>(factor / static_cast<double>(std::max<int64_t>(vote.num_tokens, 1))),
-      .skip = vote.skip};
   fault_step_ = vote.step;
+  scalars_ = kernels::update_scalars(step_inputs(vote.step), {.gradient_norm = vote.gradient_norm,
+                                                              .loss_sum = vote.loss_sum,
+                                                              .num_tokens = vote.num_tokens,
+                                                              .skip = vote.skip});
+  const kernels::AdamWScalars* scalars = &scalars_;
+  if (device_) {
+    KTG_RETURN_IF_ERROR(parallel_->device_vote().upload_scalars(scalars_, *update_stream_));
+    scalars = parallel_->device_vote().scalars();
+  }
   KTG_RETURN_IF_ERROR(parallel_->update(scalars, *update_stream_));
+  if (device_) KTG_RETURN_IF_ERROR(update_stream_->synchronize(collective_deadline()));
+  committed(vote);
+  return ok_status();
+}
+
+void TrainerImpl::committed(const VoteOutcome& vote) {
   state().step = vote.step;
   state().cursor += layout_.global_batch;
   skipped_steps_ += vote.skip;
   environment_.link->updated(vote.step);
-  return ok_status();
 }
 
 double TrainerImpl::lr(int64_t step) const {

@@ -45,10 +45,11 @@ struct WorkerEnvironment {
   // On a GPU. Weights, moments, gradients and the vote's records lie here, at least plan_memory().state_heap_bytes();
   // null: memory of the trainer's own. On the CPU they lie in `heap`, and this is not looked at.
   comm::SymmetricHeap* state_heap = nullptr;
-  // Collectives over device memory, on the streams they are given; create_communicator's then carries host memory only.
+  // Collectives over device memory, on the streams they are given, among the members of `control`, which is
+  // create_communicator's and then carries host memory only; it outlives the new one.
   // Null at one rank, which talks to nobody. `before_abort` shuts the gate through which updates go: whoever aborts
   // work in flight on the device, for whatever reason, calls it first, from any thread.
-  std::function<Result<std::unique_ptr<comm::Communicator>>(const comm::Membership&, StopToken,
+  std::function<Result<std::unique_ptr<comm::Communicator>>(comm::Communicator& control, StopToken,
                                                             std::function<void()> before_abort)>
       create_device_communicator;
 };

@@ -55,10 +55,17 @@ Status TrainerImpl::complete_step(const VoteOutcome& vote, bool timed) {
                     .skipped_steps = skipped_steps_,
                     .flops_per_token = static_cast<double>(plan_.flops_per_token),
                     .peak_tflops = config_.metrics.peak_tflops,
-                    .memory_bytes = resident_bytes(),
+                    .memory_bytes = device_ ? device_bytes_used() : resident_bytes(),
                     .validation_loss = validation,
                     .times = timed ? std::optional(times) : std::nullopt};
   return environment_.link->publish("metrics", to_json(report));
+}
+
+// What this process, and whoever else came to the device since, has taken of it.
+int64_t TrainerImpl::device_bytes_used() const {
+  const Result<runtime::DeviceMemory> memory = backend_->memory();
+  if (!memory.ok()) return 0;
+  return device_->bytes_free_before - memory->available_bytes + backend_->library_bytes();
 }
 
 StepTimes TrainerImpl::step_times() {
@@ -94,6 +101,7 @@ Status TrainerImpl::write_trace() {
 Status TrainerImpl::take_snapshot() {
   const trace::ScopedSpan span(&timeline_, "snapshot", state().step);
   KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kSnapshot, state().step));
+  if (device_) KTG_RETURN_IF_ERROR(settle_snapshot(/*wait=*/true));
   int slot = environment_.link->free_snapshot_slot();
   for (; slot < 0; slot = environment_.link->free_snapshot_slot()) {
     if (stop_.requested()) return aborted("while waiting for a free snapshot slot");
@@ -103,13 +111,56 @@ Status TrainerImpl::take_snapshot() {
   const checkpoint::ShardRange range =
       checkpoint::shard_range(state().length, environment_.rank, environment_.world_size);
   float* out = static_cast<float*>(snapshot_slots_.at(slot));
+  runtime::Stream& stream = device_ ? *device_->copy_stream : *update_stream_;
+  if (device_) KTG_RETURN_IF_ERROR(begin_device_snapshot());
   for (const float* part : {state().weights, state().m, state().v}) {
     const int64_t bytes = range.count * static_cast<int64_t>(sizeof(float));
-    KTG_RETURN_IF_ERROR(backend_->copy(out, part + range.begin, bytes, *update_stream_));
+    KTG_RETURN_IF_ERROR(backend_->copy(out, part + range.begin, bytes, stream));
     out += range.count;
   }
   snapshot_notes(snapshot_slots_[slot], plan_) = {.vote = last_vote_, .skipped_steps = skipped_steps_};
+  if (device_) {
+    // Handed over once it has arrived; the next update waits for it on the device.
+    device_->snapshot = {.step = state().step, .cursor = state().cursor, .slot = slot};
+    return device_->copied->record(stream);
+  }
   return environment_.link->snapshot_ready(state().step, state().cursor, slot);
+}
+
+Result<runtime::LossSums> TrainerImpl::batch_loss(runtime::UnitAccess& weights, int64_t first, int64_t count) {
+  const int64_t T = config_.training.seq_len;
+  if (!device_) {
+    for (int64_t i = 0; i < count; ++i) validation_data_->sample(first + i, &inputs_[i * T], &targets_[i * T]);
+    runtime::LossSums sums;
+    KTG_RETURN_IF_ERROR(model_->forward_loss({inputs_.data(), targets_.data(), count, T}, weights, &sums, *stream_));
+    return sums;
+  }
+  // By way of the buffers of the step after next: the next one's batch may be staged already.
+  DeviceStep& d = *device_;
+  const int64_t slot = state().step % 2;
+  auto* inputs = d.staged[slot].as<int32_t>();
+  d.staged_sample[slot] = -1;
+  for (int64_t i = 0; i < count; ++i) {
+    validation_data_->sample(first + i, inputs + i * T, inputs + (count + i) * T);
+  }
+  KTG_RETURN_IF_ERROR(backend_->copy(d.tokens.data(), inputs, 2 * count * T * 4, *stream_));
+  const auto* ids = d.tokens.as<int32_t>();
+  auto* sums = d.sums.as<runtime::LossSums>();
+  KTG_RETURN_IF_ERROR(model_->forward_loss({ids, ids + count * T, count, T}, weights, sums, *stream_));
+  KTG_RETURN_IF_ERROR(stream_->synchronize(collective_deadline()));
+  return *sums;
+}
+
+// The copies start once the update has been made, beside the next step's forward and backward.
+Status TrainerImpl::begin_device_snapshot() {
+  DeviceStep& d = *device_;
+  if (d.pinned_slots.data() == nullptr) {
+    // Pinned at first use: runs that save nothing before their end start sooner.
+    const int64_t bytes = static_cast<int64_t>(snapshot_slots_.size()) * plan_.snapshot_slot_bytes;
+    KTG_ASSIGN_OR_RETURN(d.pinned_slots, backend_->register_host(snapshot_slots_.front(), bytes));
+  }
+  KTG_RETURN_IF_ERROR(d.updated->record(*stream_));
+  return d.updated->wait_on(*d.copy_stream);
 }
 
 // Batches of the micro-batch's size, shared out in ascending order and summed in ascending order: in fixed order the
@@ -117,7 +168,7 @@ Status TrainerImpl::take_snapshot() {
 Result<double> TrainerImpl::validation_loss() {
   const trace::ScopedSpan span(&timeline_, "validation", state().step);
   const TrainingConfig& training = config_.training;
-  const int64_t T = training.seq_len, B = layout_.micro_batch;
+  const int64_t B = layout_.micro_batch;
   const int64_t available = validation_data_->num_samples();
   const int64_t samples = training.eval_samples == 0 ? available : std::min(training.eval_samples, available);
   const int64_t batches = (samples + B - 1) / B;
@@ -131,11 +182,7 @@ Result<double> TrainerImpl::validation_loss() {
   for (int64_t b = begin; b < end; ++b) {
     environment_.link->alive();
     const int64_t count = std::min(B, samples - b * B);
-    for (int64_t i = 0; i < count; ++i) {
-      validation_data_->sample(b * B + i, &inputs_[i * T], &targets_[i * T]);
-    }
-    const runtime::MicroBatch batch{.inputs = inputs_.data(), .targets = targets_.data(), .B = count, .T = T};
-    KTG_RETURN_IF_ERROR(model_->forward_loss(batch, weights, &mine[b - begin], *stream_));
+    KTG_ASSIGN_OR_RETURN(mine[b - begin], batch_loss(weights, b * B, count));
   }
   KTG_ASSIGN_OR_RETURN(const comm::WorkPtr work,
                        communicator_->all_gather(sums.data(), mine, most * sizeof(runtime::LossSums), *stream_));
@@ -151,11 +198,13 @@ Result<double> TrainerImpl::validation_loss() {
 
 Result<RunOutcome> TrainerImpl::save_and_leave() {
   if (!snapshot_due(state().step)) KTG_RETURN_IF_ERROR(explained(take_snapshot()));
+  if (device_) KTG_RETURN_IF_ERROR(explained(settle_snapshot(/*wait=*/true)));
   KTG_RETURN_IF_ERROR(explained(environment_.link->await_snapshots(Deadline::never())));
   return RunOutcome::kStopRequested;
 }
 
 Result<RunOutcome> TrainerImpl::finish() {
+  if (device_) KTG_RETURN_IF_ERROR(explained(settle_snapshot(/*wait=*/true)));
   const Result<std::string> sha256 = state_sha256();
   if (!sha256.ok()) return explained(sha256.status());
   KTG_RETURN_IF_ERROR(explained(environment_.link->finished(summary(*sha256))));
@@ -172,7 +221,9 @@ Result<std::string> TrainerImpl::state_sha256() {
   checkpoint::BlockDigest* mine = &gathered[environment_.rank * most];
   const int64_t begin = share_begin(blocks, environment_.rank, environment_.world_size);
   const int64_t end = share_begin(blocks, environment_.rank + 1, environment_.world_size);
-  checkpoint::digest_blocks(table, state(), begin, {mine, static_cast<size_t>(end - begin)});
+  KTG_RETURN_IF_ERROR(
+      checkpoint::digest_blocks(table, state(), begin, {mine, static_cast<size_t>(end - begin)},
+                                [this](const float* block, int64_t count) { return download(block, count); }));
   // Ends by the end of the generation; how long a disk takes is not ours to limit.
   KTG_RETURN_IF_ERROR(environment_.link->await_snapshots(Deadline::never()));
   KTG_ASSIGN_OR_RETURN(
@@ -201,6 +252,10 @@ std::string TrainerImpl::summary(const std::string& sha256) const {
                     : nlohmann::ordered_json();  // a finished run that was resumed
   if (last_validation_loss_) out["validation_loss"] = *last_validation_loss_;
   out["skipped_steps"] = skipped_steps_;
+  if (device_) {
+    out["planned_device_bytes"] = plan_.device_bytes();
+    out["used_device_bytes"] = device_bytes_used();
+  }
   out["planned_memory_bytes"] = plan_.total_bytes();
   out["resident_memory_bytes"] = resident_bytes();
   out["state_sha256"] = sha256;

@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "checkpoint/state_digest.h"
+#include "kernels/digest.h"
 #include "launch/trainer_impl.h"
 #include "runtime/base/log.h"
 
@@ -41,17 +41,24 @@ Status TrainerImpl::enter_generation(const Verdict& verdict) {
   stop_ = environment_.link->stop_token(generation_);
   stream_->set_stop_token(stop_);
   owed_.reset();
-  return explained(enter(verdict));
+  const Status entered = explained(enter(verdict));
+  if (!entered.ok()) KTG_RETURN_IF_ERROR(leave_generation());
+  return entered;
 }
 
 Status TrainerImpl::enter(const Verdict& verdict) {
   parallel_->set_communicator(nullptr);
+  device_communicator_.reset();
   communicator_.reset();
   KTG_ASSIGN_OR_RETURN(
       communicator_,
       environment_.create_communicator(
           {.generation = generation_, .rank = environment_.rank, .world_size = environment_.world_size}, stop_));
-  parallel_->set_communicator(communicator_.get());
+  if (device_) {
+    KTG_RETURN_IF_ERROR(join_devices());
+  } else {
+    parallel_->set_communicator(communicator_.get());
+  }
   environment_.link->entered(EntryMilestone::kCommunicator);
   set_check_context(environment_.rank, verdict.committed_step);
   const bool joins = verdict.source != StateSource::kSurvivors || (verdict.joining_ranks >> environment_.rank & 1) != 0;
@@ -62,6 +69,25 @@ Status TrainerImpl::enter(const Verdict& verdict) {
   KTG_RETURN_IF_ERROR(take_state(verdict));
   environment_.link->entered(EntryMilestone::kState);
   return ok_status();
+}
+
+// Opens the gate for this generation, and joins its peers on the device.
+Status TrainerImpl::join_devices() {
+  parallel::DeviceVote& vote = parallel_->device_vote();
+  KTG_RETURN_IF_ERROR(vote.open(stop_));
+  if (environment_.world_size > 1) {
+    if (!environment_.create_device_communicator) {
+      return failed_precondition(
+          fmt::format("{} ranks on GPUs: this program was built without NCCL (libnccl-dev, or pip install "
+                      "nvidia-nccl-cu13); one rank needs none, and device = \"cpu\" neither",
+                      environment_.world_size));
+    }
+    KTG_ASSIGN_OR_RETURN(device_communicator_, environment_.create_device_communicator(*communicator_, stop_,
+                                                                                       [&vote] { vote.close(); }));
+  }
+  parallel_->set_communicator(device_communicator_.get());
+  if (environment_.rank != 0 || std::exchange(plan_printed_, true)) return ok_status();
+  return environment_.link->publish("log", fmt::format("{}\n{}", backend_->description(), plan_.to_string()));
 }
 
 Status TrainerImpl::take_state(const Verdict& verdict) {
@@ -78,10 +104,13 @@ Status TrainerImpl::take_state(const Verdict& verdict) {
 
 Status TrainerImpl::start_fresh() {
   runtime::TrainState& s = state();
-  runtime::init_parameters(s.weights, model_->params(), static_cast<uint64_t>(config_.training.seed), 0, s.length);
-  const int64_t bytes = s.length * static_cast<int64_t>(sizeof(float));
-  KTG_RETURN_IF_ERROR(backend_->zero(s.m, bytes, *stream_));
-  KTG_RETURN_IF_ERROR(backend_->zero(s.v, bytes, *stream_));
+  const auto seed = static_cast<uint64_t>(config_.training.seed);
+  KTG_RETURN_IF_ERROR(fill_state([&](float* weights, float* m, float* v, int64_t begin, int64_t count) {
+    runtime::init_parameters(weights, model_->params(), seed, begin, count);
+    std::memset(m, 0, static_cast<size_t>(count) * sizeof(float));
+    std::memset(v, 0, static_cast<size_t>(count) * sizeof(float));
+    return stop_.requested() ? aborted("stopped while the state was initialised") : ok_status();
+  }));
   KTG_RETURN_IF_ERROR(parallel_->weights_changed(*stream_));
   s.step = 0;
   s.cursor = 0;
@@ -101,8 +130,9 @@ Status TrainerImpl::load_checkpoint(const std::string& dir, int64_t step) {
                                            step, config_.training.steps));
   }
   runtime::TrainState& s = state();
-  KTG_RETURN_IF_ERROR(
-      checkpoint::load_state(fs, info, model_->params(), s.weights, s.m, s.v, {.begin = 0, .count = s.length}));
+  KTG_RETURN_IF_ERROR(fill_state([&](float* weights, float* m, float* v, int64_t begin, int64_t count) {
+    return checkpoint::load_state(fs, info, model_->params(), weights, m, v, {.begin = begin, .count = count});
+  }));
   KTG_RETURN_IF_ERROR(parallel_->weights_changed(*stream_));
   s.step = info.meta.step;
   s.cursor = info.meta.cursor;
@@ -171,9 +201,13 @@ Status TrainerImpl::share_state(int source_rank, bool joins) {
 
   std::vector<uint64_t> digests(environment_.world_size);
   uint64_t& mine = digests[environment_.rank];
-  if (!joins) mine = checkpoint::quick_digest(s);
+  if (!joins) {
+    KTG_ASSIGN_OR_RETURN(mine, state_digest());
+  }
   KTG_RETURN_IF_ERROR(parallel_->finish_fetch(*stream_, collective_deadline()));
-  if (joins) mine = checkpoint::quick_digest(s);
+  if (joins) {
+    KTG_ASSIGN_OR_RETURN(mine, state_digest());
+  }
   KTG_ASSIGN_OR_RETURN(const comm::WorkPtr gathered,
                        communicator_->all_gather(digests.data(), &mine, sizeof(mine), *stream_));
   KTG_RETURN_IF_ERROR(gathered->wait(collective_deadline()));
@@ -185,6 +219,28 @@ Status TrainerImpl::share_state(int source_rank, bool joins) {
   KTG_CHECK(others.empty()) << fmt::format("after step {} the state of ranks {} differs from that of rank {}", s.step,
                                            fmt::join(others, ", "), source_rank);
   return ok_status();
+}
+
+// The quick comparison of ranks: every bit of weights, moments, step and cursor, by the backend's own kernels.
+Result<uint64_t> TrainerImpl::state_digest() {
+  const runtime::TrainState& s = state();
+  uint64_t on_host[3];
+  uint64_t* parts = device_ ? device_->sums.as<uint64_t>() + 2 : on_host;
+  int i = 0;
+  for (const float* buffer : {s.weights, s.m, s.v}) {
+    KTG_RETURN_IF_ERROR(
+        stream_->launched(backend_->kernels().reduce->digest(&parts[i], buffer, s.length, static_cast<uint64_t>(i + 1),
+                                                             stream_->handle()),
+                          "digest"));
+    ++i;
+  }
+  KTG_RETURN_IF_ERROR(stream_->synchronize(collective_deadline()));
+  uint64_t digest = 0;
+  for (const uint64_t word :
+       {parts[0], parts[1], parts[2], static_cast<uint64_t>(s.step), static_cast<uint64_t>(s.cursor)}) {
+    digest = kernels::digest_word(digest ^ word, kernels::kDigestStep);
+  }
+  return digest;
 }
 
 }  // namespace kintsugi::launch

@@ -21,6 +21,38 @@ namespace kintsugi::launch {
 // Two a unit and micro-step, one a bucket, and some; what does not fit is dropped and counted.
 inline constexpr int64_t kTimelineSpans = 8192;
 
+// What the step needs on a device beside the model and the state.
+struct DeviceStep {
+  // Operations that are launched as one, and how many buckets are handed to the communicator behind them.
+  struct Piece {
+    std::unique_ptr<runtime::Graph> graph;  // null: nothing was between two calls of the communicator
+    int sums = 0;
+  };
+  struct Snapshot {
+    int64_t step, cursor;
+    int slot;
+  };
+
+  // Ids of the rank's share of a step, inputs then targets. A step's are staged while its predecessor runs.
+  runtime::Buffer tokens, staged[2];
+  int64_t staged_sample[2] = {-1, -1};
+
+  // The recorded step: backward's pieces, then what enters the vote, then the count and the update.
+  std::vector<Piece> model_pieces;
+  std::unique_ptr<runtime::Graph> vote_piece, update_piece;
+  int64_t eager_steps = 0;  // made by this process before it recorded
+  Duration longest_wait{};  // for a vote
+
+  std::unique_ptr<runtime::Stream> copy_stream;
+  std::unique_ptr<runtime::Event> updated, copied;
+  std::optional<Snapshot> snapshot;  // on its way
+  runtime::Buffer pinned_slots;
+
+  runtime::Buffer sums;           // host memory that kernels write: one LossSums, three digests
+  runtime::Buffer staging;        // pinned, for state on its way in or out
+  int64_t bytes_free_before = 0;  // of the device, before anything was taken
+};
+
 class TrainerImpl final : public Trainer {
  public:
   TrainerImpl(const RunConfig& config, const WorkerEnvironment& environment, const parallel::BatchLayout& layout);
@@ -31,6 +63,7 @@ class TrainerImpl final : public Trainer {
   Result<RunOutcome> run() override;
 
  private:
+  Result<RunOutcome> run_steps();
   // The step and its phases.
   Result<VoteOutcome> step(int64_t step);
   Status fetch(int64_t step);
@@ -38,10 +71,39 @@ class TrainerImpl final : public Trainer {
   Status finish_reduce(int64_t step);
   Result<VoteOutcome> vote(int64_t step);
   Status update(const VoteOutcome& vote);
+  // The state is of vote.step now: the update has been made, or (on a device) passed its gate.
+  void committed(const VoteOutcome& vote);
+  kernels::StepInputs step_inputs(int64_t step) const;
+
+  // The step on a device (trainer_device.cc): everything is queued, then the host waits for the vote to be published.
+  Status build_device();
+  Result<VoteOutcome> device_step(int64_t step);
+  Status stage(int64_t step);
+  Status queue_step(int64_t step);
+  Status queue_operations();
+  Status record_operations();
+  Status replay_operations();
+  Status queue_model();
+  Status queue_update();
+  Result<VoteOutcome> await_vote(int64_t step);
+  // The generation is over: shuts the gate, ends what is in flight, and takes note of what passed the gate before.
+  Status leave_generation();
+  Status drain(runtime::Stream& stream);
+  // Snapshots that are on their way from the device; `wait` until they have arrived.
+  Status settle_snapshot(bool wait);
+
+  // State of any backend, in pieces that the host sees.
+  Status upload(float* to, const float* from, int64_t count);
+  Result<float*> staging();
+  // Writes the whole state: fill(weights, m, v, begin, count) writes elements [begin, begin + count) where it is told.
+  Status fill_state(const std::function<Status(float*, float*, float*, int64_t, int64_t)>& fill);
+  Result<const float*> download(const float* from, int64_t count);
+  Result<uint64_t> state_digest();
   // What a committed step still owes: its snapshot, its validation loss, its line of progress.
   Status complete_step(const VoteOutcome& vote, bool timed);
 
   Status enter(const Verdict& verdict);
+  Status join_devices();
   Status take_state(const Verdict& verdict);
   Status start_fresh();
   Status load_checkpoint(const std::string& dir, int64_t step);
@@ -49,12 +111,15 @@ class TrainerImpl final : public Trainer {
   Status share_state(int source_rank, bool joins);
 
   Status take_snapshot();
+  Status begin_device_snapshot();
+  Result<runtime::LossSums> batch_loss(runtime::UnitAccess& weights, int64_t first, int64_t count);
   Result<double> validation_loss();
   Result<RunOutcome> save_and_leave();
   Result<RunOutcome> finish();
   Result<std::string> state_sha256();
   void begin_timeline(int64_t step);
   StepTimes step_times();
+  int64_t device_bytes_used() const;
   Status write_trace();
   std::string summary(const std::string& sha256) const;
 
@@ -70,15 +135,17 @@ class TrainerImpl final : public Trainer {
   const RunConfig config_;
   const WorkerEnvironment environment_;
   const parallel::BatchLayout layout_;
-  const MemoryPlan plan_;
+  MemoryPlan plan_;
   const FaultPlan faults_;
 
-  std::unique_ptr<runtime::Backend> backend_;
+  std::shared_ptr<runtime::Backend> backend_;
   std::unique_ptr<runtime::Stream> stream_;         // stops with the generation
   std::unique_ptr<runtime::Stream> update_stream_;  // never stops: an update is made whole or not at all
   std::unique_ptr<runtime::Arena> arena_;
   std::unique_ptr<runtime::Transformer> model_;
+  std::unique_ptr<comm::SymmetricHeap> own_state_heap_;  // on a device, when the environment has none
   std::unique_ptr<parallel::DataParallel> parallel_;
+  std::unique_ptr<DeviceStep> device_;  // null on the CPU
   std::unique_ptr<runtime::TokenDataset> train_data_, validation_data_;
   std::vector<void*> snapshot_slots_;
   std::vector<int32_t> inputs_, targets_;  // this rank's share of a step
@@ -87,7 +154,8 @@ class TrainerImpl final : public Trainer {
   // Of the generation.
   int64_t generation_ = -1;
   StopToken stop_;
-  std::unique_ptr<comm::Communicator> communicator_;
+  std::unique_ptr<comm::Communicator> communicator_;         // of host memory
+  std::unique_ptr<comm::Communicator> device_communicator_;  // of device memory; null on the CPU and at one rank
   // A committed step that may not have been completed before the recovery; num_tokens 0: nobody knows its vote any
   // more.
   std::optional<VoteOutcome> owed_;
@@ -97,6 +165,8 @@ class TrainerImpl final : public Trainer {
   std::optional<double> last_validation_loss_;
   int64_t skipped_steps_ = 0;
   int64_t timed_tokens_ = 0, timed_ns_ = 0;  // of the steps that this process made
+  kernels::AdamWScalars scalars_;            // of the update, on the CPU
+  bool plan_printed_ = false;
   int64_t fault_step_ = 0;
   int64_t step_end_ns_ = 0;
   // Spans of the step: its phases, and what parallel_ adds in a traced step.

@@ -32,10 +32,14 @@ Status warm_up(runtime::Transformer& model, runtime::Backend& backend, int64_t B
   KTG_RETURN_IF_ERROR(backend.zero(weights.data(), bytes, stream));
   KTG_RETURN_IF_ERROR(backend.zero(gradients.data(), bytes, stream));
   ScratchAccess access(weights.as<float>(), gradients.as<float>());
-  const std::vector<int32_t> tokens(B * T, 0);
-  runtime::LossSums sums;
-  return model.forward_backward({.inputs = tokens.data(), .targets = tokens.data(), .B = B, .T = T}, access, &sums,
-                                stream);
+  const int64_t token_bytes = B * T * static_cast<int64_t>(sizeof(int32_t));
+  KTG_ASSIGN_OR_RETURN(const runtime::Buffer tokens, backend.allocate(token_bytes, "warm-up tokens"));
+  KTG_ASSIGN_OR_RETURN(const runtime::Buffer sums, backend.allocate(sizeof(runtime::LossSums), "warm-up sums"));
+  KTG_RETURN_IF_ERROR(backend.zero(tokens.data(), token_bytes, stream));
+  const auto* ids = tokens.as<int32_t>();
+  KTG_RETURN_IF_ERROR(model.forward_backward({.inputs = ids, .targets = ids, .B = B, .T = T}, access,
+                                             sums.as<runtime::LossSums>(), stream));
+  return stream.synchronize(Deadline::after(std::chrono::minutes(2)));
 }
 
 }  // namespace kintsugi::launch

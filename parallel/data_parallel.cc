@@ -42,6 +42,7 @@ DataParallel::DataParallel(const runtime::ParamTable& table, const DataParallelO
       stack_(plan_stack(options)),
       vote_(std::make_unique<Vote>(table.total_length(), losses_per_rank(options.config, options.world_size),
                                    options.rank, options.world_size)) {
+  for (int half = 0; half < 2; ++half) edges_[half] = decay_edges_[half].data();
   in_flight_.reserve(buckets_.size());
   for (const runtime::UnitInfo& unit : table.units()) {
     forward_names_.push_back("forward " + unit.name);
@@ -54,10 +55,36 @@ DataParallel::DataParallel(const runtime::ParamTable& table, const DataParallelO
 
 Result<std::unique_ptr<DataParallel>> DataParallel::create(const runtime::ParamTable& table,
                                                            const DataParallelOptions& options,
-                                                           runtime::Backend& backend, comm::SymmetricHeap& heap) {
+                                                           runtime::Backend& backend, comm::SymmetricHeap& heap,
+                                                           runtime::Stream& stream) {
   std::unique_ptr<DataParallel> parallel(new DataParallel(table, options, backend));
   KTG_RETURN_IF_ERROR(parallel->allocate(heap));
+  if (backend.asynchronous()) KTG_RETURN_IF_ERROR(parallel->prepare_device(stream));
   return parallel;
+}
+
+int64_t DataParallel::device_bytes(const runtime::ParamTable& table, int64_t num_micro_steps) {
+  const int64_t half = table.total_length() / 2;
+  const size_t edges =
+      plan_decay_edges(table, 0, half).size() + plan_decay_edges(table, half, table.total_length()).size();
+  return static_cast<int64_t>(edges * sizeof(int64_t)) + DeviceVote::device_bytes(num_micro_steps);
+}
+
+Status DataParallel::prepare_device(runtime::Stream& stream) {
+  const auto bytes = [](const std::vector<int64_t>& edges) {
+    return static_cast<int64_t>(edges.size() * sizeof(int64_t));
+  };
+  KTG_ASSIGN_OR_RETURN(device_edges_,
+                       backend_.allocate(bytes(decay_edges_[0]) + bytes(decay_edges_[1]), "ranges of weight decay"));
+  edges_[0] = device_edges_.as<int64_t>();
+  edges_[1] = edges_[0] + decay_edges_[0].size();
+  for (int half = 0; half < 2; ++half) {
+    KTG_RETURN_IF_ERROR(backend_.copy(const_cast<int64_t*>(edges_[half]), decay_edges_[half].data(),
+                                      bytes(decay_edges_[half]), stream));
+  }
+  KTG_ASSIGN_OR_RETURN(device_vote_, DeviceVote::create(*vote_, options_.num_micro_steps,
+                                                        /*add_up=*/!options_.config.fixed_order(), backend_));
+  return ok_status();
 }
 
 Status DataParallel::allocate(comm::SymmetricHeap& heap) {
@@ -127,7 +154,8 @@ void DataParallel::begin_micro_step(int64_t micro_step) {
 }
 
 Result<runtime::UnitAccess::Weights> DataParallel::acquire(int unit, runtime::Stream&) {
-  KTG_RETURN_IF_ERROR(make_progress());
+  // A device's communication goes on by itself.
+  if (!backend_.asynchronous()) KTG_RETURN_IF_ERROR(make_progress());
   if (unit == table_.num_units() / 2 && !in_backward_) KTG_RETURN_IF_ERROR(at(StepPoint::kForward));
   if (unit_timeline_ != nullptr) acquired_ns_[unit] = monotonic_ns();
   const int64_t offset = table_.units()[unit].offset;
@@ -162,7 +190,7 @@ Status DataParallel::gradients_ready(int unit, runtime::Stream& stream) {
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].last_unit >= unit) {
     KTG_RETURN_IF_ERROR(reduce(buckets_[next_bucket_], stream));
   }
-  return make_progress();
+  return backend_.asynchronous() ? ok_status() : make_progress();
 }
 
 Status DataParallel::merge_shards(int unit, runtime::Stream& stream) {
@@ -179,6 +207,15 @@ Status DataParallel::merge_shards(int unit, runtime::Stream& stream) {
 
 Status DataParallel::reduce(const Bucket& bucket, runtime::Stream& stream) {
   if (bucket_timeline_ != nullptr) issued_ns_[next_bucket_] = monotonic_ns();
+  // One rank of a device: its sums are the whole sums.
+  if (communicator_ != nullptr) {
+    const auto call = [&] { return start_sum(bucket, stream); };
+    KTG_RETURN_IF_ERROR(around_ ? around_(call) : call());
+  }
+  return next_bucket_++ == 0 ? at(StepPoint::kMidReduce) : ok_status();
+}
+
+Status DataParallel::start_sum(const Bucket& bucket, runtime::Stream& stream) {
   if (layout_.fixed_order()) {
     const std::span<float* const> parts(parts_.data() + next_bucket_ * stack_.num_parts, stack_.num_parts);
     KTG_ASSIGN_OR_RETURN(comm::WorkPtr work,
@@ -189,7 +226,7 @@ Status DataParallel::reduce(const Bucket& bucket, runtime::Stream& stream) {
                          communicator_->all_reduce(buffers_[0] + bucket.begin, bucket.count, stream));
     in_flight_.push_back(std::move(work));
   }
-  return next_bucket_++ == 0 ? at(StepPoint::kMidReduce) : ok_status();
+  return ok_status();
 }
 
 Status DataParallel::make_progress() {
@@ -224,21 +261,20 @@ Result<VoteResult> DataParallel::vote(const VoteBallot& ballot, runtime::Stream&
 }
 
 // In two halves, so that a fault can strike between them.
-Status DataParallel::update(const kernels::AdamWScalars& scalars, runtime::Stream& stream) {
+Status DataParallel::update(const kernels::AdamWScalars* scalars, runtime::Stream& stream) {
   KTG_RETURN_IF_ERROR(update_half(0, scalars, stream));
   KTG_RETURN_IF_ERROR(at(StepPoint::kMidUpdate));
   return update_half(1, scalars, stream);
 }
 
-Status DataParallel::update_half(int half, const kernels::AdamWScalars& scalars, runtime::Stream& stream) {
+Status DataParallel::update_half(int half, const kernels::AdamWScalars* scalars, runtime::Stream& stream) {
   const int64_t begin = half == 0 ? 0 : half_, end = half == 0 ? half_ : state_.length;
-  const std::vector<int64_t>& edges = decay_edges_[half];
   uint8_t* copy =
       options_.dtype == DType::kF32 ? nullptr : compute_copy_.as<uint8_t>() + begin * kernels::size_of(options_.dtype);
   return stream.launched(
-      backend_.kernels().optimizer->adamw(state_.weights + begin, state_.m + begin, state_.v + begin, copy,
-                                          gradient() + begin, end - begin, &scalars, edges.data(),
-                                          static_cast<int64_t>(edges.size()), options_.dtype, stream.handle()),
+      backend_.kernels().optimizer->adamw(
+          state_.weights + begin, state_.m + begin, state_.v + begin, copy, gradient() + begin, end - begin, scalars,
+          edges_[half], static_cast<int64_t>(decay_edges_[half].size()), options_.dtype, stream.handle()),
       "adamw");
 }
 

@@ -5,7 +5,8 @@
 //
 // The gradient is cut into blocks whose size is a function of its length alone. Sums over blocks and over losses run in
 // ascending order, so the outcome has the same bits at every number of ranks whenever the gradients and the losses of
-// the virtual shards have.
+// the virtual shards have. The arithmetic is that of kernels/vote.h; on a GPU it never leaves the device
+// (device_vote.h).
 #pragma once
 
 #include <cstdint>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "kernels/vote.h"
 #include "parallel/parallel_config.h"
 #include "runtime/backend.h"
 #include "runtime/model/transformer.h"
@@ -33,6 +35,9 @@ struct VoteResult {
   bool stop_requested = false;  // by any rank
 };
 
+// What was counted of `step`'s records. A record of another step is a bug: KTG_CHECK.
+VoteResult result_of(const kernels::VoteCount& count, int64_t step);
+
 // Losses that the rank with the most virtual shards brings.
 int64_t losses_per_rank(const ParallelConfig& config, int world_size);
 
@@ -48,16 +53,18 @@ class Vote {
   Result<VoteResult> run(const float* gradient, const VoteBallot& ballot, comm::Communicator& communicator,
                          const runtime::Backend& backend, runtime::Stream& stream, Deadline deadline);
 
+  // Queues the sums of squares of this rank's blocks into its record.
+  Status sum_squares(const float* gradient, const runtime::Backend& backend, runtime::Stream& stream) const;
+
   int64_t block_length() const { return block_length_; }
+  const kernels::VoteShape& shape() const { return shape_; }
+  uint8_t* records() const { return memory_; }
+  uint8_t* record() const { return memory_ + rank_ * shape_.record_bytes(); }  // this rank's
 
  private:
-  struct Header;
-  int64_t record_bytes() const;
-  int64_t first_block(int rank) const { return rank * num_blocks_ / world_size_; }
-  Result<VoteResult> count(const VoteBallot& ballot) const;
-
-  int64_t gradient_length_, block_length_, num_blocks_, losses_per_rank_;
-  int rank_, world_size_;
+  int64_t gradient_length_, block_length_;
+  kernels::VoteShape shape_;
+  int rank_;
   uint8_t* memory_ = nullptr;
 };
 

@@ -131,14 +131,17 @@ class Backend {
   virtual Status copy(void* dst, const void* src, int64_t size_bytes, Stream& stream) = 0;
   virtual Status zero(void* dst, int64_t size_bytes, Stream& stream) = 0;
   virtual Result<DeviceMemory> memory() const = 0;
+  // Device memory that the kernels' libraries hold for themselves.
+  virtual int64_t library_bytes() const { return 0; }
 
   // True when calls return before their work is done: the host then learns of results through events, or through host
   // memory that kernels write. Where it is false the calls below are defined, too, and cost nothing.
   virtual bool asynchronous() const { return false; }
   // Host memory that kernels read and write at the same address, and that copies run to and from without staging.
   virtual Result<Buffer> allocate_host(int64_t size_bytes, std::string_view what) { return allocate(size_bytes, what); }
-  // Makes memory that something else owns such memory, until the backend ends. Whole pages.
-  virtual Status register_host(void* data, int64_t size_bytes);
+  // Makes memory that something else owns such memory, for as long as the result lives. The owner keeps the memory
+  // until then. Whole pages: neighbours in the first and last one become it, too.
+  virtual Result<Buffer> register_host(void* data, int64_t size_bytes);
   virtual Result<std::unique_ptr<Event>> create_event();
   // Between the two, what is queued on `stream` (and on streams that wait for its events and that it waits for again)
   // is recorded instead of run. kFailedPrecondition where backend or library cannot; nothing is recording after an

@@ -5,9 +5,12 @@
 
 #include <thread>
 
+#include "kernels/cuda/libraries.h"
+
 namespace kintsugi::runtime {
 namespace {
 
+constexpr uintptr_t kPageBytes = 4096;
 constexpr int kLeastMajor = 9, kLeastMinor = 0;  // compute capability: what the kernels are compiled for
 
 std::string text_of(cudaError_t error) {
@@ -62,7 +65,10 @@ cudaStream_t raw(const Stream& stream) { return static_cast<cudaStream_t>(stream
 class CudaStream final : public Stream {
  public:
   CudaStream(cudaStream_t stream, const kernels::KernelTable& kernels) : stream_(stream), kernels_(kernels) {}
-  ~CudaStream() override { (void)cudaStreamDestroy(stream_); }  // after a lost device it fails, as all does
+  ~CudaStream() override {
+    kernels::cuda::release_library_stream(stream_);
+    (void)cudaStreamDestroy(stream_);  // after a lost device it fails, as all does
+  }
   kernels::StreamHandle handle() const override { return stream_; }
 
   Status synchronize(Deadline deadline) override {
@@ -174,13 +180,18 @@ class CudaBackend final : public Backend {
     return Buffer(data, size_bytes, [](void* p) { (void)cudaFreeHost(p); });
   }
 
-  Status register_host(void* data, int64_t size_bytes) override {
-    const cudaError_t error = cudaHostRegister(data, static_cast<size_t>(size_bytes), cudaHostRegisterPortable);
+  Result<Buffer> register_host(void* data, int64_t size_bytes) override {
+    const auto begin = reinterpret_cast<uintptr_t>(data) / kPageBytes * kPageBytes;
+    const auto end = (reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(size_bytes) + kPageBytes - 1) /
+                     kPageBytes * kPageBytes;
+    void* first = reinterpret_cast<void*>(begin);
+    const cudaError_t error = cudaHostRegister(first, end - begin, cudaHostRegisterPortable);
     if (error == cudaErrorHostMemoryAlreadyRegistered) {
       (void)cudaGetLastError();
-      return ok_status();
+      return Buffer::wrap(data, size_bytes);
     }
-    return status_of(error, "pinning " + std::to_string(size_bytes) + " bytes of host memory");
+    KTG_RETURN_IF_ERROR(status_of(error, "pinning " + std::to_string(size_bytes) + " bytes of host memory"));
+    return Buffer(data, size_bytes, [first](void*) { (void)cudaHostUnregister(first); });
   }
 
   using Backend::create_stream;
@@ -212,6 +223,8 @@ class CudaBackend final : public Backend {
     KTG_RETURN_IF_ERROR(status_of(cudaMemGetInfo(&free, &total), "device memory"));
     return DeviceMemory{static_cast<int64_t>(total), static_cast<int64_t>(free)};
   }
+
+  int64_t library_bytes() const override { return kernels::cuda::library_scratch_bytes(); }
 
   Result<std::unique_ptr<Event>> create_event() override {
     cudaEvent_t event = nullptr;
@@ -303,6 +316,10 @@ Result<std::unique_ptr<Backend>> create_cuda_backend(const CudaBackendOptions& o
                 "properties of the GPU"));
   if (same_address == 0) return failed_precondition("the GPU does not see host memory at the host's addresses");
   KTG_RETURN_IF_ERROR(status_of(cudaSetDevice(options.device), "making the GPU's context"));
+  if (const kernels::KernelError error = kernels::cuda::init_libraries({.deterministic = options.deterministic});
+      error != kernels::kKernelOk) {
+    return failed_precondition("the GPU's libraries: " + kernels::cuda::kernels().error_text(error));
+  }
   return std::unique_ptr<Backend>(std::make_unique<CudaBackend>(options.device, properties));
 }
 

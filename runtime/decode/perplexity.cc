@@ -23,6 +23,7 @@ Result<std::unique_ptr<PerplexityEvaluator>> PerplexityEvaluator::create(const M
   std::unique_ptr<PerplexityEvaluator> evaluator(new PerplexityEvaluator(model, window, batch, backend, access));
   KTG_ASSIGN_OR_RETURN(evaluator->stream_, backend.create_stream());
   KTG_ASSIGN_OR_RETURN(Buffer buffer, backend.allocate(bytes, "evaluation"));
+  KTG_ASSIGN_OR_RETURN(evaluator->sums_, backend.allocate_host(sizeof(LossSums), "evaluation's sums"));
   evaluator->arena_ = std::make_unique<Arena>(std::move(buffer));
   KTG_ASSIGN_OR_RETURN(evaluator->model_,
                        Transformer::create(model, transformer, backend, *evaluator->arena_, *evaluator->stream_));
@@ -62,7 +63,7 @@ Status PerplexityEvaluator::add_windows(std::span<const int32_t> tokens, int64_t
   const int32_t* begin = tokens.data() + first * window_;
   KTG_RETURN_IF_ERROR(backend_.copy(inputs_, begin, count * T * 4, *stream_));
   KTG_RETURN_IF_ERROR(backend_.copy(targets_, begin + 1, count * T * 4, *stream_));
-  LossSums sums;
+  LossSums& sums = *sums_.as<LossSums>();
   KTG_RETURN_IF_ERROR(model_->forward_loss({inputs_, targets_, count, T}, access_, &sums, *stream_));
   KTG_RETURN_IF_ERROR(stream_->synchronize(Deadline::never()));  // only queued kernels, which end
   total.loss += sums.loss;

@@ -45,6 +45,7 @@ class PerplexityEvaluator {
   UnitAccess& access_;
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<Arena> arena_;
+  Buffer sums_;  // one LossSums
   std::unique_ptr<Transformer> model_;
   int32_t* inputs_ = nullptr;  // (batch, window)
   int32_t* targets_ = nullptr;

@@ -176,9 +176,8 @@ Status TransformerImpl::decode(void* logits, const int32_t* ids, const int32_t* 
 
 Status TransformerImpl::sum_losses(const MicroBatch& batch, LossSums* sums, Stream& stream) {
   const int64_t N = batch.B * batch.T;
-  KTG_RETURN_IF_ERROR(stream.launched(k_.reduce->sum(a_.loss, a_.losses, N, stream.handle()), "loss.sum"));
-  sums->num_tokens = N - std::count(batch.targets, batch.targets + N, kernels::kIgnoredTarget);
-  return backend_.copy(&sums->loss, a_.loss, sizeof(double), stream);
+  KTG_RETURN_IF_ERROR(stream.launched(k_.reduce->sum(&sums->loss, a_.losses, N, stream.handle()), "loss.sum"));
+  return stream.launched(k_.reduce->count_valid(&sums->num_tokens, batch.targets, N, stream.handle()), "loss.count");
 }
 
 }  // namespace kintsugi::runtime

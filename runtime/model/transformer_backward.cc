@@ -72,11 +72,32 @@ Status TransformerImpl::head_backward(const MicroBatch& batch, const UnitWeights
   return access.gradients_ready(head_unit(), stream);
 }
 
+// Brings back what backward reads of this block and forward did not keep: the same kernels over the same numbers, so
+// the same bits. `branch` is free here, because d_branch has been used up.
+Status TransformerImpl::recompute(const Pass& pass, int64_t l, const UnitWeights& w, LayerActivations& a,
+                                  Stream& stream) {
+  if (options_.recompute == Recompute::kNone) return ok_status();
+  const BlockLayout& at = layout_.block;
+  const bool block = options_.recompute == Recompute::kBlock;
+  KTG_RETURN_IF_ERROR(norm_forward({a.stream1, a.h1, a.mean1, a.rstd1}, nullptr, w.vector(at.norm1_w),
+                                   w.vector(at.norm1_b), pass.N(), stream));
+  if (block) {
+    KTG_RETURN_IF_ERROR(attention_forward(pass, l, w, a, stream));
+  } else if (options_.recompute == Recompute::kAttention) {
+    KTG_RETURN_IF_ERROR(whole_attention(pass, a, stream));
+  }
+  KTG_RETURN_IF_ERROR(norm_forward({a.stream2, a.h2, a.mean2, a.rstd2}, block ? a.stream1 : nullptr,
+                                   w.vector(at.norm2_w), w.vector(at.norm2_b), pass.N(), stream));
+  if (block) KTG_RETURN_IF_ERROR(up_forward(pass, w, a, stream));
+  return activation_forward(pass, a, stream);
+}
+
 // d_stream enters as the gradient of the block's output and leaves as that of its input.
 Status TransformerImpl::block_backward(const Pass& pass, int64_t l, const UnitWeights& w, UnitAccess::Gradients g,
                                        Stream& stream) {
   LayerActivations& a = layer(l, true);
   const BlockLayout& at = layout_.block;
+  KTG_RETURN_IF_ERROR(recompute(pass, l, w, a, stream));
   KTG_RETURN_IF_ERROR(feed_forward_backward(pass, w, g, a, stream));
   KTG_RETURN_IF_ERROR(
       norm_backward({a.stream2, a.h2, a.mean2, a.rstd2}, at.norm2_w, at.norm2_b, w, g, a_.d_stream, pass.N(), stream));
@@ -106,7 +127,7 @@ Status TransformerImpl::attention_backward(const Pass& pass, const UnitWeights& 
   const DType dtype = options_.dtype;
   const kernels::StreamHandle s = stream.handle();
   KTG_RETURN_IF_ERROR(linear_backward(a_.d_o, a_.d_stream, a.o, {at.o_w, at.o_b, H() * D(), C()}, w, g, N, stream));
-  const kernels::AttentionShape shape = attention_shape(config_, pass.B, pass.T);
+  const kernels::AttentionShape shape = attention_shape(config_, options_, pass.B, pass.T);
   KTG_CHECK(k_.attention->backward_workspace_bytes(shape, dtype) <= a_.workspace_bytes)
       << pass.B << " x " << pass.T << " tokens";
   KTG_RETURN_IF_ERROR(stream.launched(

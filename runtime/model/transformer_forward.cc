@@ -77,7 +77,7 @@ Status TransformerImpl::attention_forward(const Pass& pass, int64_t l, const Uni
   }
   const void* keys = offset(a.qkv, H() * D());
   const void* values = offset(a.qkv_raw, (H() + K()) * D());
-  const kernels::AttentionShape shape = attention_shape(config_, pass.B, pass.T);
+  const kernels::AttentionShape shape = attention_shape(config_, options_, pass.B, pass.T);
   if (pass.cache != nullptr) {
     const PagedCacheView& cache = *pass.cache;
     KTG_RETURN_IF_ERROR(
@@ -92,28 +92,43 @@ Status TransformerImpl::attention_forward(const Pass& pass, int64_t l, const Uni
                         "attention.decode"));
   } else {
     if (pass.sink != nullptr) KTG_RETURN_IF_ERROR(pass.sink->write(l, keys, values, N, QKV(), QKV(), stream));
-    KTG_RETURN_IF_ERROR(stream.launched(
-        k_.attention->forward(a.o, pass.for_backward ? a.lse : nullptr, a.qkv, keys, values, shape, dtype, s),
-        "attention.forward"));
+    KTG_RETURN_IF_ERROR(whole_attention(pass, a, stream));
   }
   return stream.launched(
       k_.gemm->linear_forward(a_.branch, a.o, w.matrix(at.o_w), w.vector(at.o_b), N, H() * D(), C(), dtype, s),
       "o.forward");
 }
 
+Status TransformerImpl::whole_attention(const Pass& pass, LayerActivations& a, Stream& stream) {
+  const void* keys = offset(a.qkv, H() * D());
+  const void* values = offset(a.qkv_raw, (H() + K()) * D());
+  return stream.launched(
+      k_.attention->forward(a.o, pass.for_backward ? a.lse : nullptr, a.qkv, keys, values,
+                            attention_shape(config_, options_, pass.B, pass.T), options_.dtype, stream.handle()),
+      "attention.forward");
+}
+
 Status TransformerImpl::feed_forward(const Pass& pass, const UnitWeights& w, LayerActivations& a, Stream& stream) {
   const BlockLayout& at = layout_.block;
-  const int64_t N = pass.N();
-  const DType dtype = options_.dtype;
-  const kernels::StreamHandle s = stream.handle();
-  KTG_RETURN_IF_ERROR(stream.launched(
-      k_.gemm->linear_forward(a.up, a.h2, w.matrix(at.up_w), w.vector(at.up_b), N, C(), UP(), dtype, s), "up.forward"));
-  KTG_RETURN_IF_ERROR(stream.launched(config_.is_gpt2() ? k_.activation->gelu_forward(a.act, a.up, N, F(), dtype, s)
-                                                        : k_.activation->swiglu_forward(a.act, a.up, N, F(), dtype, s),
-                                      "activation.forward"));
-  return stream.launched(
-      k_.gemm->linear_forward(a_.branch, a.act, w.matrix(at.down_w), w.vector(at.down_b), N, F(), C(), dtype, s),
-      "down.forward");
+  KTG_RETURN_IF_ERROR(up_forward(pass, w, a, stream));
+  KTG_RETURN_IF_ERROR(activation_forward(pass, a, stream));
+  return stream.launched(k_.gemm->linear_forward(a_.branch, a.act, w.matrix(at.down_w), w.vector(at.down_b), pass.N(),
+                                                 F(), C(), options_.dtype, stream.handle()),
+                         "down.forward");
+}
+
+Status TransformerImpl::up_forward(const Pass& pass, const UnitWeights& w, LayerActivations& a, Stream& stream) {
+  const BlockLayout& at = layout_.block;
+  return stream.launched(k_.gemm->linear_forward(a.up, a.h2, w.matrix(at.up_w), w.vector(at.up_b), pass.N(), C(), UP(),
+                                                 options_.dtype, stream.handle()),
+                         "up.forward");
+}
+
+Status TransformerImpl::activation_forward(const Pass& pass, LayerActivations& a, Stream& stream) {
+  const kernels::ActivationKernels& k = *k_.activation;
+  return stream.launched((config_.is_gpt2() ? k.gelu_forward : k.swiglu_forward)(a.act, a.up, pass.N(), F(),
+                                                                                 options_.dtype, stream.handle()),
+                         "activation.forward");
 }
 
 Status TransformerImpl::final_norm(const Pass& pass, const UnitWeights& w, Stream& stream) {

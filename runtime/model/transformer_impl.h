@@ -56,7 +56,10 @@ class TransformerImpl final : public Transformer {
   Status run_blocks(const Pass& pass, UnitAccess& access, Stream& stream);
   Status block_forward(const Pass& pass, int64_t l, const UnitWeights& w, Stream& stream);
   Status attention_forward(const Pass& pass, int64_t l, const UnitWeights& w, LayerActivations& a, Stream& stream);
+  Status whole_attention(const Pass& pass, LayerActivations& a, Stream& stream);
   Status feed_forward(const Pass& pass, const UnitWeights& w, LayerActivations& a, Stream& stream);
+  Status up_forward(const Pass& pass, const UnitWeights& w, LayerActivations& a, Stream& stream);
+  Status activation_forward(const Pass& pass, LayerActivations& a, Stream& stream);
   Status final_norm(const Pass& pass, const UnitWeights& w, Stream& stream);
   Status logits_of(void* logits, const void* h, int64_t N, const UnitWeights& head, UnitAccess& access, Stream& stream);
   // y = norm(stream) where stream = branch + residual, or stream as it is when residual is null.
@@ -72,6 +75,7 @@ class TransformerImpl final : public Transformer {
   // Backward.
   Status head_backward(const MicroBatch& batch, const UnitWeights& w, UnitAccess& access, LossSums* sums,
                        UnitAccess::Gradients* table, Stream& stream);
+  Status recompute(const Pass& pass, int64_t l, const UnitWeights& w, LayerActivations& a, Stream& stream);
   Status block_backward(const Pass& pass, int64_t l, const UnitWeights& w, UnitAccess::Gradients g, Stream& stream);
   Status feed_forward_backward(const Pass& pass, const UnitWeights& w, UnitAccess::Gradients g, LayerActivations& a,
                                Stream& stream);

@@ -15,7 +15,7 @@ int64_t attention_workspace_bytes(const ModelConfig& config, const TransformerOp
                                   const kernels::KernelTable& kernels) {
   const auto bytes = [&](int64_t T) {
     const int64_t B = (options.max_tokens + T - 1) / T;
-    return kernels.attention->backward_workspace_bytes(attention_shape(config, B, T), options.dtype);
+    return kernels.attention->backward_workspace_bytes(attention_shape(config, options, B, T), options.dtype);
   };
   int64_t most = bytes(options.max_seq_len);
   for (int64_t T = 1; T < options.max_seq_len; T *= 2) most = std::max(most, bytes(T));
@@ -52,10 +52,12 @@ Result<Recompute> parse_recompute(std::string_view name) {
                           "\": must be \"none\", \"norms_and_activations\", \"attention\" or \"block\"");
 }
 
-kernels::AttentionShape attention_shape(const ModelConfig& config, int64_t B, int64_t T) {
+kernels::AttentionShape attention_shape(const ModelConfig& config, const TransformerOptions& options, int64_t B,
+                                        int64_t T) {
   const int64_t H = config.num_heads, K = config.kv_heads(), D = config.head_size();
   const int64_t stride = (H + 2 * K) * D;
-  return {B, T, H, K, D, stride, stride, stride, H * D, static_cast<float>(1.0 / std::sqrt(static_cast<double>(D)))};
+  const auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(D)));
+  return {B, T, H, K, D, stride, stride, stride, H * D, scale, options.deterministic};
 }
 
 Activations plan_activations(const ModelConfig& config, const TransformerOptions& options,
@@ -69,24 +71,33 @@ Activations plan_activations(const ModelConfig& config, const TransformerOptions
 
   Activations a{};
   a.layers.resize(training ? static_cast<size_t>(config.num_layers) : 1);
+  const bool cheap = options.recompute != Recompute::kNone;
+  const bool attention = options.recompute == Recompute::kAttention || options.recompute == Recompute::kBlock;
+  const bool block = options.recompute == Recompute::kBlock;
   for (LayerActivations& l : a.layers) {
+    // What is computed again lies in the first layer's memory, for all layers in turn.
+    const LayerActivations& first = a.layers.front();
+    const bool later = &l != &first;
+    const bool share_cheap = later && cheap, share_attention = later && attention, share_block = later && block;
+    const auto shared_rows = [&](bool share, void* shared, int64_t width) { return share ? shared : rows(width); };
+    const auto shared_floats = [&](bool share, float* shared, int64_t n) { return share ? shared : floats(n); };
     l.stream1 = rows(C);
-    l.h1 = rows(C);
-    l.mean1 = gpt2 ? floats(N) : nullptr;
-    l.rstd1 = floats(N);
-    l.qkv_raw = rows(QKV);
-    l.qkv = config.qk_norm ? rows(QKV) : l.qkv_raw;
-    l.q_rstd = config.qk_norm ? floats(N * H) : nullptr;
-    l.k_rstd = config.qk_norm ? floats(N * K) : nullptr;
-    l.lse = training ? floats(N * H) : nullptr;
-    l.o = rows(H * D);
+    l.h1 = shared_rows(share_cheap, first.h1, C);
+    l.mean1 = gpt2 ? shared_floats(share_block, first.mean1, N) : nullptr;
+    l.rstd1 = shared_floats(share_block, first.rstd1, N);
+    l.qkv_raw = shared_rows(share_block, first.qkv_raw, QKV);
+    l.qkv = config.qk_norm ? shared_rows(share_block, first.qkv, QKV) : l.qkv_raw;
+    l.q_rstd = config.qk_norm ? shared_floats(share_block, first.q_rstd, N * H) : nullptr;
+    l.k_rstd = config.qk_norm ? shared_floats(share_block, first.k_rstd, N * K) : nullptr;
+    l.lse = training ? shared_floats(share_attention, first.lse, N * H) : nullptr;
+    l.o = shared_rows(share_attention, first.o, H * D);
     // Without a backward the stream and its norm are not needed again once the next ones exist.
-    l.stream2 = training ? rows(C) : l.stream1;
-    l.h2 = training ? rows(C) : l.h1;
-    l.mean2 = training && gpt2 ? floats(N) : l.mean1;
-    l.rstd2 = training ? floats(N) : l.rstd1;
-    l.up = rows(gpt2 ? F : 2 * F);
-    l.act = rows(F);
+    l.stream2 = training ? shared_rows(share_block, first.stream2, C) : l.stream1;
+    l.h2 = training ? shared_rows(share_cheap, first.h2, C) : l.h1;
+    l.mean2 = training && gpt2 ? shared_floats(share_block, first.mean2, N) : l.mean1;
+    l.rstd2 = training ? shared_floats(share_block, first.rstd2, N) : l.rstd1;
+    l.up = shared_rows(share_block, first.up, gpt2 ? F : 2 * F);
+    l.act = shared_rows(share_cheap, first.act, F);
   }
   a.stream = rows(C);
   a.h = rows(C);
@@ -96,7 +107,6 @@ Activations plan_activations(const ModelConfig& config, const TransformerOptions
   a.logits_rows = training ? N : std::min(N, kEvalLogitsRows);
   a.logits = take(a.logits_rows * V * element);
   a.losses = floats(N);
-  a.loss = static_cast<double*>(take(8));
   a.positions = static_cast<int32_t*>(take(N * 4));
   a.cos_sin = gpt2 ? nullptr : floats(config.max_seq_len * D);
   if (!training) {

@@ -9,7 +9,7 @@
 
 namespace kintsugi::runtime {
 
-// What a block's forward leaves for its backward.
+// What a block's forward leaves for its backward. With Recompute, members of several layers are the same memory.
 struct LayerActivations {
   void* stream1;  // (N, C) T: the residual stream that enters the block
   void* h1;       // (N, C) T: its norm
@@ -39,7 +39,6 @@ struct Activations {
   void* logits;  // (logits_rows, V) T
   int64_t logits_rows;
   float* losses;       // (N)
-  double* loss;        // (1)
   int32_t* positions;  // (N): n % T of the latest training batch
   float* cos_sin;      // (max_seq_len, D); RoPE only
   // Without training: for the decode step's attention, zeros before its first use. Null when it needs none.
@@ -55,7 +54,8 @@ struct Activations {
   int64_t workspace_bytes;
 };
 
-kernels::AttentionShape attention_shape(const ModelConfig& config, int64_t B, int64_t T);
+kernels::AttentionShape attention_shape(const ModelConfig& config, const TransformerOptions& options, int64_t B,
+                                        int64_t T);
 
 // Calls `take` for every buffer, always in the same order, with its size in bytes.
 Activations plan_activations(const ModelConfig& config, const TransformerOptions& options,

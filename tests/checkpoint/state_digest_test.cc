@@ -73,8 +73,8 @@ TEST_F(StateDigestTest, RanksSharingTheBlocksAgreeWithOneRank) {
     std::vector<BlockDigest> all(static_cast<size_t>(blocks));
     for (int64_t rank = 0; rank < ranks; ++rank) {
       const int64_t begin = blocks * rank / ranks, end = blocks * (rank + 1) / ranks;
-      digest_blocks(table_, state, begin,
-                    std::span(all).subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin)));
+      const auto mine = std::span(all).subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin));
+      ASSERT_TRUE(digest_blocks(table_, state, begin, mine).ok());
     }
     EXPECT_EQ(combine_digests(table_, all, state.step, state.cursor), state_sha256(table_, state)) << ranks;
   }
@@ -82,25 +82,20 @@ TEST_F(StateDigestTest, RanksSharingTheBlocksAgreeWithOneRank) {
 
 TEST_F(StateDigestTest, EveryElementStepAndCursorCount) {
   const std::string before = state_sha256(table_, train_state());
-  const uint64_t quick_before = quick_digest(train_state());
   for (auto* buffer : {&state_.weights, &state_.m, &state_.v}) {
     float& last = (*buffer)[static_cast<size_t>(table_.tensors().back().offset)];
     const float kept = last;
     last = -last;
     EXPECT_NE(state_sha256(table_, train_state()), before);
-    EXPECT_NE(quick_digest(train_state()), quick_before);
     last = kept;
   }
   runtime::TrainState state = train_state();
   ++state.step;
   EXPECT_NE(state_sha256(table_, state), before);
-  EXPECT_NE(quick_digest(state), quick_before);
   state = train_state();
   ++state.cursor;
   EXPECT_NE(state_sha256(table_, state), before);
-  EXPECT_NE(quick_digest(state), quick_before);
   EXPECT_EQ(state_sha256(table_, train_state()), before);
-  EXPECT_EQ(quick_digest(train_state()), quick_before);
 }
 
 TEST_F(StateDigestTest, ZeroAndMinusZeroAreDifferentBits) {

@@ -46,6 +46,28 @@ TEST_P(TransformerTest, TakesExactlyThePlannedBytes) {
   }
 }
 
+TEST_P(TransformerTest, RecomputationChangesNoBitAndTakesLessMemory) {
+  const std::vector<float> w = lively_weights(table());
+  const Batch batch = random_batch(config().vocab_size, kB, kT);
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    TransformerOptions options = kOptions;
+    options.dtype = dtype;
+    Harness keeps(config(), options, false, w);
+    const LossSums want = keeps.step(batch);
+    int64_t bytes_before = keeps.arena->size_bytes();
+    for (const char* name : {"norms_and_activations", "attention", "block"}) {
+      SCOPED_TRACE(name);
+      options.recompute = parse_recompute(name).value();
+      Harness h(config(), options, false, w);
+      EXPECT_EQ(h.step(batch).loss, want.loss);
+      EXPECT_EQ(h.arena->used_bytes(), h.arena->size_bytes());
+      EXPECT_LT(h.arena->size_bytes(), bytes_before);
+      bytes_before = h.arena->size_bytes();
+      EXPECT_EQ(std::memcmp(h.gradients.data(), keeps.gradients.data(), h.gradients.size() * sizeof(float)), 0);
+    }
+  }
+}
+
 TEST_P(TransformerTest, WritesEveryGradientAndReadsNoPadding) {
   const std::vector<bool> used = used_elements(table());
   std::vector<float> clean = lively_weights(table()), poisoned = clean;

@@ -1,0 +1,213 @@
+// The model on a GPU against the model on the CPU: the same weights and batch, loss and every parameter's gradient.
+#include <cuda_runtime_api.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "runtime/cuda/cuda_backend.h"
+#include "tests/runtime/model/model_harness.h"
+
+namespace kintsugi::runtime::testing {
+namespace {
+
+// One context and one set of library handles for the whole program.
+Backend& gpu() {
+  static const std::unique_ptr<Backend> backend = [] {
+    Result<std::unique_ptr<Backend>> made = create_cuda_backend({});
+    KTG_CHECK(made.ok()) << made.status().to_string();
+    return std::move(*made);
+  }();
+  return *backend;
+}
+
+const Deadline soon() { return Deadline::after(std::chrono::seconds(60)); }
+
+// A model on the GPU with its memory; gradients begin as NaN.
+class DeviceHarness {
+ public:
+  DeviceHarness(const ModelConfig& config, const TransformerOptions& options, const std::vector<float>& weights)
+      : table(ParamTable::build(config)), length(static_cast<int64_t>(weights.size())) {
+    stream = gpu().create_stream().value();
+    const int64_t bytes = Transformer::activation_bytes(config, options, gpu().kernels());
+    Buffer activations = gpu().allocate(bytes, "activations").value();
+    EXPECT_EQ(cudaMemset(activations.data(), 0xff, static_cast<size_t>(bytes)), cudaSuccess);
+    arena = std::make_unique<Arena>(std::move(activations));
+    Result<std::unique_ptr<Transformer>> made = Transformer::create(config, options, gpu(), *arena, *stream);
+    KTG_CHECK(made.ok()) << made.status().to_string();
+    model = std::move(*made);
+    EXPECT_EQ(arena->used_bytes(), arena->size_bytes());
+    w = gpu().allocate(length * 4, "weights").value();
+    rounded = gpu().allocate(length * 2, "rounded weights").value();
+    gradients = gpu().allocate(length * 4, "gradients").value();
+    sums = gpu().allocate_host(sizeof(LossSums), "sums").value();
+    EXPECT_TRUE(gpu().copy(w.data(), weights.data(), length * 4, *stream).ok());
+    EXPECT_EQ(gpu().kernels().reduce->convert(rounded.data(), w.as<float>(), length, DType::kBF16, stream->handle()),
+              kernels::kKernelOk);
+    access =
+        std::make_unique<FlatUnitAccess>(table, w.as<float>(), options.dtype == DType::kF32 ? w.data() : rounded.data(),
+                                         gradients.as<float>(), options.dtype);
+  }
+
+  void upload(const Batch& batch) {
+    const int64_t bytes = batch.B * batch.T * 4;
+    if (tokens.data() == nullptr) tokens = gpu().allocate(2 * bytes, "tokens").value();
+    ASSERT_TRUE(gpu().copy(tokens.data(), batch.inputs.data(), bytes, *stream).ok());
+    ASSERT_TRUE(gpu().copy(tokens.as<char>() + bytes, batch.targets.data(), bytes, *stream).ok());
+    ASSERT_EQ(cudaMemsetAsync(gradients.data(), 0xff, static_cast<size_t>(length) * 4,
+                              static_cast<cudaStream_t>(stream->handle())),
+              cudaSuccess);
+    view = {tokens.as<int32_t>(), tokens.as<int32_t>() + batch.B * batch.T, batch.B, batch.T};
+  }
+
+  // Queues forward and backward.
+  Status queue() { return model->forward_backward(view, *access, sums.as<LossSums>(), *stream); }
+
+  std::vector<float> result() {
+    const Status ended = stream->synchronize(soon());
+    EXPECT_TRUE(ended.ok()) << ended.to_string();
+    std::vector<float> host(static_cast<size_t>(length));
+    EXPECT_EQ(cudaMemcpy(host.data(), gradients.data(), host.size() * 4, cudaMemcpyDeviceToHost), cudaSuccess);
+    return host;
+  }
+
+  std::vector<float> step(const Batch& batch) {
+    upload(batch);
+    const Status queued = queue();
+    EXPECT_TRUE(queued.ok()) << queued.to_string();
+    return result();
+  }
+
+  ParamTable table;
+  int64_t length;
+  std::unique_ptr<Stream> stream;
+  std::unique_ptr<Arena> arena;
+  Buffer w, rounded, gradients, sums, tokens;
+  std::unique_ptr<Transformer> model;
+  std::unique_ptr<FlatUnitAccess> access;
+  MicroBatch view{};
+};
+
+// The cosine between two gradients of each tensor; the smallest decides.
+void expect_same_direction(const ParamTable& table, const std::vector<float>& got, const std::vector<float>& want,
+                           double least) {
+  for (const TensorInfo& t : table.tensors()) {
+    double dot = 0, gg = 0, ww = 0;
+    for (int64_t i = t.offset; i < t.offset + t.numel; ++i) {
+      const double g = got[static_cast<size_t>(i)], x = want[static_cast<size_t>(i)];
+      dot += g * x, gg += g * g, ww += x * x;
+    }
+    const double cosine = dot / std::sqrt(gg * ww), ratio = std::sqrt(gg / ww);
+    EXPECT_GT(cosine, least) << t.name;
+    EXPECT_NEAR(ratio, 1.0, 20 * (1 - least)) << t.name;
+    if (!(cosine > least)) {
+      for (int64_t i = t.offset, shown = 0; i < t.offset + t.numel && shown < 4; ++i, ++shown) {
+        printf("  %s[%ld]: got %g, want %g\n", t.name.c_str(), static_cast<long>(i - t.offset),
+               static_cast<double>(got[static_cast<size_t>(i)]), static_cast<double>(want[static_cast<size_t>(i)]));
+      }
+    }
+  }
+}
+
+// Models whose head sizes the attention libraries have, with odd numbers of everything else.
+std::vector<Variant> device_variants() {
+  const ModelConfig llama{.num_layers = 2,
+                          .dim = 192,
+                          .num_heads = 3,
+                          .ffn_dim = 200,
+                          .vocab_size = 264,
+                          .max_seq_len = 96,
+                          .init_std = 0.12};
+  std::vector<Variant> v = {{"llama", llama}};
+  ModelConfig c = llama;
+  c.num_heads = 6, c.num_kv_heads = 2, c.head_dim = 64;
+  c.qk_norm = c.qkv_bias = c.tied_embedding = true;
+  v.push_back({"tied_with_everything", c});
+  c = llama;
+  c.family = "gpt2", c.tied_embedding = true;
+  v.push_back({"gpt2_tied", c});
+  c.tied_embedding = false;
+  v.push_back({"gpt2_untied", c});
+  c = llama;
+  c.dim = 256, c.num_heads = 2, c.num_kv_heads = 1, c.head_dim = 128;
+  v.push_back({"head_size_128", c});
+  return v;
+}
+
+class DeviceModelTest : public ::testing::TestWithParam<Variant> {
+ protected:
+  static constexpr int64_t kB = 3, kT = 80;
+  const ModelConfig& config() const { return GetParam().config; }
+  TransformerOptions options(DType dtype) const { return {.dtype = dtype, .max_tokens = kB * kT, .max_seq_len = kT}; }
+  Batch batch() const { return random_batch(config().vocab_size, kB, kT); }
+  std::vector<float> weights() const { return lively_weights(ParamTable::build(config())); }
+};
+INSTANTIATE_TEST_SUITE_P(Variants, DeviceModelTest, ::testing::ValuesIn(device_variants()),
+                         [](const auto& variant) { return variant.param.name; });
+
+TEST_P(DeviceModelTest, GradientsPointWhereTheCpusDo) {
+  Harness cpu(config(), options(DType::kF32), false, weights());
+  const LossSums want = cpu.step(batch());
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    SCOPED_TRACE(kernels::name_of(dtype));
+    DeviceHarness device(config(), options(dtype), weights());
+    const std::vector<float> got = device.step(batch());
+    const LossSums sums = *device.sums.as<LossSums>();
+    EXPECT_EQ(sums.num_tokens, want.num_tokens);
+    EXPECT_NEAR(sums.loss, want.loss, (dtype == DType::kF32 ? 1e-5 : 2e-3) * want.loss);
+    expect_same_direction(cpu.table, got, cpu.gradients, dtype == DType::kF32 ? 0.9999 : 0.999);
+  }
+}
+
+TEST_P(DeviceModelTest, TwiceTheSameBits) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    SCOPED_TRACE(kernels::name_of(dtype));
+    DeviceHarness device(config(), options(dtype), weights());
+    const std::vector<float> first = device.step(batch()), second = device.step(batch());
+    EXPECT_EQ(std::memcmp(first.data(), second.data(), first.size() * 4), 0);
+  }
+}
+
+TEST_P(DeviceModelTest, RecomputationChangesNoBit) {
+  DeviceHarness keeps(config(), options(DType::kBF16), weights());
+  const std::vector<float> want = keeps.step(batch());
+  for (const char* name : {"norms_and_activations", "attention", "block"}) {
+    TransformerOptions o = options(DType::kBF16);
+    o.recompute = parse_recompute(name).value();
+    DeviceHarness device(config(), o, weights());
+    const std::vector<float> got = device.step(batch());
+    int64_t differ = 0;
+    for (size_t i = 0; i < got.size(); ++i) differ += std::memcmp(&got[i], &want[i], 4) != 0;
+    EXPECT_EQ(differ, 0) << name << ": " << differ << " of " << got.size() << " gradients differ";
+  }
+}
+
+TEST_P(DeviceModelTest, ARecordedPassHasTheBitsOfAnUnrecordedOne) {
+  DeviceHarness device(config(), options(DType::kBF16), weights());
+  const std::vector<float> want = device.step(batch());
+  device.upload(batch());
+  ASSERT_TRUE(device.stream->synchronize(soon()).ok());
+  ASSERT_TRUE(gpu().begin_recording(*device.stream).ok());
+  const Status queued = device.queue();
+  Result<std::unique_ptr<Graph>> graph = gpu().end_recording(*device.stream);
+  ASSERT_TRUE(queued.ok()) << queued.to_string();
+  ASSERT_TRUE(graph.ok()) << graph.status().to_string();
+  EXPECT_GT((*graph)->num_operations(), 10);
+  for (int i = 0; i < 2; ++i) {
+    device.upload(batch());
+    ASSERT_TRUE((*graph)->launch(*device.stream).ok());
+    const std::vector<float> got = device.result();
+    EXPECT_EQ(std::memcmp(got.data(), want.data(), got.size() * 4), 0) << "launch " << i;
+  }
+}
+
+TEST_P(DeviceModelTest, TheLossIsThatOfForwardAlone) {
+  DeviceHarness device(config(), options(DType::kBF16), weights());
+  device.step(batch());
+  const LossSums want = *device.sums.as<LossSums>();
+  ASSERT_TRUE(device.model->forward_loss(device.view, *device.access, device.sums.as<LossSums>(), *device.stream).ok());
+  ASSERT_TRUE(device.stream->synchronize(soon()).ok());
+  EXPECT_EQ(device.sums.as<LossSums>()->loss, want.loss);
+}
+
+}  // namespace
+}  // namespace kintsugi::runtime::testing
