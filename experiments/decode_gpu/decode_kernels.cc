@@ -1,6 +1,6 @@
 // Times the kernels of a decode step alone: products of a few rows, and decode attention.
 //
-//   decode_kernel_bench
+//   decode_kernels_gpu
 //
 // Each line is a chain of launches over different weights or caches, 1 GiB in all, so that nothing is found in the
 // second-level cache, recorded as one CUDA graph. 3 launches of the graph to warm up, then the median of 15, by events
