@@ -15,7 +15,9 @@
 namespace kintsugi::kernels {
 
 inline constexpr uint64_t kDigestStep = 0x9e3779b97f4a7c15u;
-inline constexpr uint64_t kDigestFactors[4] = {0x9e3779b1u, 0x85ebca77u, 0xc2b2ae3du, 0xcc9e2d51u};
+// Of the first and the second round, for a word's low and high half.
+inline constexpr uint64_t kDigestLow1 = 0x9e3779b1u, kDigestHigh1 = 0x85ebca77u;
+inline constexpr uint64_t kDigestLow2 = 0xc2b2ae3du, kDigestHigh2 = 0xcc9e2d51u;
 
 [[gnu::always_inline]] constexpr uint64_t digest_key(uint64_t seed, int64_t j) {
   return seed + (static_cast<uint64_t>(j) + 1) * kDigestStep;
@@ -28,8 +30,8 @@ inline constexpr uint64_t kDigestFactors[4] = {0x9e3779b1u, 0x85ebca77u, 0xc2b2a
 }
 
 [[gnu::always_inline]] constexpr uint64_t digest_word(uint64_t word, uint64_t key) {
-  const uint64_t y = digest_round(word ^ key, kDigestFactors[0], kDigestFactors[1]);
-  return digest_round(y ^ y >> 29, kDigestFactors[2], kDigestFactors[3]);
+  const uint64_t y = digest_round(word ^ key, kDigestLow1, kDigestHigh1);
+  return digest_round(y ^ y >> 29, kDigestLow2, kDigestHigh2);
 }
 
 }  // namespace kintsugi::kernels

@@ -137,9 +137,9 @@ struct DigestSums {
                            static_cast<int64_t>(3 * kDigestStep));
     const __m256i keys = _mm256_add_epi64(_mm256_set1_epi64x(static_cast<int64_t>(key)), steps);
     const __m256i z = _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), keys);
-    const __m256i y = round(z, kDigestFactors[0], kDigestFactors[1]);
+    const __m256i y = round(z, kDigestLow1, kDigestHigh1);
     const __m256i mixed = _mm256_xor_si256(y, _mm256_srli_epi64(y, 29));
-    sums = _mm256_add_epi64(sums, round(mixed, kDigestFactors[2], kDigestFactors[3]));
+    sums = _mm256_add_epi64(sums, round(mixed, kDigestLow2, kDigestHigh2));
   }
   void add(const float* p, uint64_t key) {
     add_four(p, key);

@@ -90,9 +90,9 @@ struct DigestSums {
     const __m512i steps = _mm512_setr_epi64(0, step, times(2), times(3), times(4), times(5), times(6), times(7));
     const __m512i keys = _mm512_add_epi64(_mm512_set1_epi64(static_cast<int64_t>(key)), steps);
     const __m512i z = _mm512_xor_si512(_mm512_loadu_si512(p), keys);
-    const __m512i y = round(z, kDigestFactors[0], kDigestFactors[1]);
+    const __m512i y = round(z, kDigestLow1, kDigestHigh1);
     const __m512i mixed = _mm512_xor_si512(y, _mm512_srli_epi64(y, 29));
-    sums = _mm512_add_epi64(sums, round(mixed, kDigestFactors[2], kDigestFactors[3]));
+    sums = _mm512_add_epi64(sums, round(mixed, kDigestLow2, kDigestHigh2));
   }
   uint64_t total() const {
     uint64_t s[8];
