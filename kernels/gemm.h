@@ -12,6 +12,14 @@
 
 namespace kintsugi::kernels {
 
+// One linear layer of a step: its three products are worth preparing for.
+struct LinearShape {
+  int64_t N, I, O;
+  DType dtype;
+  bool bias;
+  bool accumulate;  // weight gradients are added to, too
+};
+
 struct GemmKernels {
   // y[n,o] = sum_i x[n,i] w[o,i] (+ bias[o] unless null).
   KernelError (*linear_forward)(void* y, const void* x, const void* w, const float* bias, int64_t N, int64_t I,

@@ -96,6 +96,8 @@ void describe(ConfigTable& table, TrainingConfig& config) {
   table.add("training.recompute", &config.recompute,
             "what backward computes again instead of keeping it: less memory, the same bits",
             {"none", "norms_and_activations", "attention", "block"});
+  table.add("training.tune", &config.tune,
+            "on a GPU, choose the algorithms of matrix products by timing them once, when a run begins");
   table.add("training.cuda_graphs", &config.cuda_graphs,
             "on a GPU, launch whole recorded steps; off: kernel by kernel");
   table.add("training.eval_every", &config.eval_every, "steps between validation losses; 0: never");

@@ -41,8 +41,8 @@ bool left_by_a_run_that_did_not_begin(FileSystem& fs, const std::string& out_dir
     const Result<int64_t> size = fs.file_size(out_dir + "/" + name);
     return size.ok() && *size == 0;
   }
-  return name == "log" || name == "config.toml" || name == "recovery.jsonl" || name == "summary.json" ||
-         name == "tensorboard";
+  return name == "log" || name == "config.toml" || name == "gemm_algorithms.txt" || name == "recovery.jsonl" ||
+         name == "summary.json" || name == "tensorboard";
 }
 
 // The first thing in the folder that somebody may want to keep; empty when there is none.

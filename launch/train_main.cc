@@ -105,6 +105,15 @@ Result<UniqueFd> create_segment(const AgentConfig& config, int rank, int world_s
   return UniqueFd(fd);
 }
 
+// Where programs keep what they can make again; empty when the environment does not say.
+std::string cache_dir() {
+  if (const char* dir = environment("XDG_CACHE_HOME"); dir != nullptr && *dir == '/')
+    return std::string(dir) + "/kintsugi";
+  if (const char* home = environment("HOME"); home != nullptr && *home == '/')
+    return std::string(home) + "/.cache/kintsugi";
+  return "";
+}
+
 Result<TrainerHolder> create_trainer(ChildContext& context, WorkerLink& link) {
   KTG_ASSIGN_OR_RETURN(const RunConfig config, RunConfig::parse(context.config_toml, "the run's configuration"));
   auto segments = std::make_shared<std::vector<std::unique_ptr<comm::SharedSegment>>>();
@@ -121,6 +130,7 @@ Result<TrainerHolder> create_trainer(ChildContext& context, WorkerLink& link) {
   env.num_threads = context.setup.num_threads;
   env.link = &link;
   env.out_dir = context.setup.out_dir;
+  env.cache_dir = cache_dir();
   env.warm_up = context.setup.is_spare != 0;
   use_segments(env, std::move(views), config.comm);
   TrainerHolder holder;

@@ -109,6 +109,7 @@ Status TrainerImpl::build() {
   const runtime::TransformerOptions options = config_.transformer_options(layout_.micro_batch * training.seq_len);
   const int64_t activation_bytes = runtime::Transformer::activation_bytes(config_.model, options, backend_->kernels());
   KTG_ASSIGN_OR_RETURN(runtime::Buffer activations, backend_->allocate(activation_bytes, "activations"));
+  if (device) KTG_RETURN_IF_ERROR(prepare_tuning(activations));
   arena_ = std::make_unique<runtime::Arena>(std::move(activations));
   KTG_ASSIGN_OR_RETURN(model_, runtime::Transformer::create(config_.model, options, *backend_, *arena_, *stream_));
 

@@ -29,6 +29,7 @@ struct WorkerEnvironment {
   int num_threads = 1;         // of this rank's kernels
   WorkerLink* link = nullptr;  // outlives the trainer
   std::string out_dir;
+  std::string cache_dir;  // of things that hold beyond a run; empty: none
   bool warm_up =
       false;  // a spare: run one micro-batch over private memory, so that its first step costs no more than any
 

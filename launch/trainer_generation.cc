@@ -60,6 +60,7 @@ Status TrainerImpl::enter(const Verdict& verdict) {
     parallel_->set_communicator(communicator_.get());
   }
   environment_.link->entered(EntryMilestone::kCommunicator);
+  if (device_) KTG_RETURN_IF_ERROR(share_tuning());
   set_check_context(environment_.rank, verdict.committed_step);
   const bool joins = verdict.source != StateSource::kSurvivors || (verdict.joining_ranks >> environment_.rank & 1) != 0;
   if (joins) {

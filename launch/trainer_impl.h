@@ -77,6 +77,10 @@ class TrainerImpl final : public Trainer {
 
   // The step on a device (trainer_device.cc): everything is queued, then the host waits for the vote to be published.
   Status build_device();
+  // The matrix products' algorithms (trainer_tuning.cc): made or read when the process starts, and the same on all ranks
+  // of a generation.
+  Status prepare_tuning(const runtime::Buffer& scratch);
+  Status share_tuning();
   Result<VoteOutcome> device_step(int64_t step);
   Status stage(int64_t step);
   Status queue_step(int64_t step);
@@ -166,6 +170,7 @@ class TrainerImpl final : public Trainer {
   int64_t skipped_steps_ = 0;
   int64_t timed_tokens_ = 0, timed_ns_ = 0;  // of the steps that this process made
   kernels::AdamWScalars scalars_;            // of the update, on the CPU
+  std::string tuning_;  // the algorithms in use, as text; empty: the libraries' own choice
   bool plan_printed_ = false;
   int64_t fault_step_ = 0;
   int64_t step_end_ns_ = 0;

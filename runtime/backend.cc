@@ -31,6 +31,15 @@ Result<Buffer> Backend::register_host(void* data, int64_t size_bytes) { return B
 
 Result<std::unique_ptr<Event>> Backend::create_event() { return std::unique_ptr<Event>(new ReachedEvent()); }
 
+Result<std::string> Backend::tune(std::span<const kernels::LinearShape>, const std::string&, const Buffer&, Stream&) {
+  return std::string();
+}
+
+Status Backend::use_tuning(const std::string& text) {
+  if (text.empty()) return ok_status();
+  return failed_precondition("algorithms that were chosen for another kind of device");
+}
+
 Status Backend::begin_recording(Stream&) { return failed_precondition(description() + " records no graphs"); }
 
 Result<std::unique_ptr<Graph>> Backend::end_recording(Stream&) {

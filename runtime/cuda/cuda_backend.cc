@@ -5,6 +5,7 @@
 
 #include <thread>
 
+#include "kernels/cuda/gemm_tuning.h"
 #include "kernels/cuda/libraries.h"
 
 namespace kintsugi::runtime {
@@ -61,6 +62,18 @@ Status status_of(cudaError_t error, std::string_view what) {
 }
 
 cudaStream_t raw(const Stream& stream) { return static_cast<cudaStream_t>(stream.handle()); }
+
+std::vector<kernels::cuda::GemmProblem> problems_of(std::span<const kernels::LinearShape> layers) {
+  using kernels::cuda::GemmOp;
+  std::vector<kernels::cuda::GemmProblem> problems;
+  for (const kernels::LinearShape& l : layers) {
+    problems.push_back({GemmOp::kForward, l.N, l.I, l.O, l.dtype, false, l.bias});
+    problems.push_back({GemmOp::kBackwardInput, l.N, l.I, l.O, l.dtype});
+    problems.push_back({GemmOp::kBackwardWeight, l.N, l.I, l.O, l.dtype});
+    if (l.accumulate) problems.push_back({GemmOp::kBackwardWeight, l.N, l.I, l.O, l.dtype, true});
+  }
+  return problems;
+}
 
 class CudaStream final : public Stream {
  public:
@@ -231,6 +244,33 @@ class CudaBackend final : public Backend {
     KTG_RETURN_IF_ERROR(status_of(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "event"));
     return std::unique_ptr<Event>(std::make_unique<CudaEvent>(event));
   }
+
+  Result<std::string> tune(std::span<const kernels::LinearShape> layers, const std::string& known,
+                           const Buffer& scratch, Stream& stream) override {
+    kernels::cuda::GemmTable table;
+    std::string why;
+    const kernels::cuda::GemmEnvironment environment = kernels::cuda::gemm_environment();
+    // What was made elsewhere is of no use here; what cannot be read is made anew.
+    if (!parse_gemm_table(known, &table, &why) || table.environment != environment) table = {environment, {}};
+    const std::vector<kernels::cuda::GemmProblem> missing = table.missing(problems_of(layers));
+    if (!missing.empty()) {
+      KTG_RETURN_IF_ERROR(stream.launched(
+          tune_gemms(&table, missing, scratch.data(), scratch.size_bytes(), {}, stream.handle(), nullptr),
+          "choosing the algorithms of matrix products"));
+    }
+    return to_text(table);
+  }
+
+  Status use_tuning(const std::string& text) override {
+    kernels::cuda::GemmTable table;
+    std::string why;
+    if (!parse_gemm_table(text, &table, &why) || !use_gemm_table(table, &why)) {
+      return failed_precondition("chosen algorithms of matrix products: " + why);
+    }
+    return ok_status();
+  }
+
+  std::string tuning_name() const override { return cache_file_name(kernels::cuda::gemm_environment()); }
 
   // Relaxed: other threads, and libraries that load code while they are recorded, are not our recording's affair.
   Status begin_recording(Stream& stream) override {

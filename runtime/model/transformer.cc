@@ -37,6 +37,17 @@ Result<UnitAccess::Gradients> FlatUnitAccess::gradients(int unit, Stream&) {
 
 Status FlatUnitAccess::gradients_ready(int, Stream&) { return ok_status(); }
 
+std::vector<kernels::LinearShape> linear_layers(const ModelConfig& config, DType dtype, int64_t N, bool accumulate) {
+  const int64_t C = config.dim, F = config.ffn_dim, V = config.vocab_size;
+  const int64_t HD = config.num_heads * config.head_size(), KD = config.kv_heads() * config.head_size();
+  const bool gpt2 = config.is_gpt2();
+  return {{N, C, HD + 2 * KD, dtype, gpt2 || config.qkv_bias, accumulate},
+          {N, HD, C, dtype, gpt2, accumulate},
+          {N, C, gpt2 ? F : 2 * F, dtype, gpt2, accumulate},
+          {N, F, C, dtype, gpt2, accumulate},
+          {N, C, V, dtype, false, accumulate}};
+}
+
 int64_t Transformer::activation_bytes(const ModelConfig& config, const TransformerOptions& options,
                                       const kernels::KernelTable& kernels) {
   int64_t total = 0;

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "runtime/backend.h"
 #include "runtime/model/param_table.h"
@@ -113,6 +114,9 @@ struct TransformerOptions {
   Recompute recompute = Recompute::kNone;
   bool deterministic = true;  // false: attention's backward may sum in an order that varies
 };
+
+// The linear layers of a forward and backward over N tokens, each kind once.
+std::vector<kernels::LinearShape> linear_layers(const ModelConfig& config, DType dtype, int64_t N, bool accumulate);
 
 class Transformer {
  public:

@@ -17,6 +17,7 @@ class DeviceTrainerTest : public testing::Test {
     c.model.dim = 192;  // heads of 64
     c.training.steps = 8;
     c.training.micro_batch_size = 8;
+    c.training.tune = false;  // no folder keeps a choice from one run to the next
     c.device = "cuda";
     return c;
   }

@@ -1,0 +1,72 @@
+// Which algorithms the GPU's matrix products run with. They bear on the last bits of every sum, so they are chosen
+// once: rank 0 times them when a run begins and writes them to <out>/gemm_algorithms.txt; whoever comes later (spares,
+// replacements, a resumed run) reads that file, and every generation begins by making sure that all ranks use rank 0's.
+#include <fmt/format.h>
+
+#include "launch/trainer_impl.h"
+#include "runtime/base/file_system.h"
+#include "runtime/base/log.h"
+
+namespace kintsugi::launch {
+namespace {
+
+constexpr const char* kFile = "gemm_algorithms.txt";
+constexpr int64_t kMostBytes = 256 << 10;
+
+// Written beside and renamed: a reader finds all of it or nothing.
+Status write_whole(const std::string& dir, const std::string& name, const std::string& text) {
+  FileSystem& fs = FileSystem::posix();
+  KTG_RETURN_IF_ERROR(fs.create_dirs(dir));
+  const std::string path = join_path(dir, name), partial = path + ".partial";
+  KTG_RETURN_IF_ERROR(fs.write_file(partial, text));
+  return fs.rename(partial, path);
+}
+
+std::string read_or_empty(const std::string& dir, const std::string& name) {
+  if (dir.empty()) return "";
+  Result<std::string> text = FileSystem::posix().read_file(join_path(dir, name));
+  return text.ok() ? std::move(*text) : "";
+}
+
+}  // namespace
+
+Status TrainerImpl::prepare_tuning(const runtime::Buffer& scratch) {
+  if (!config_.training.tune) return ok_status();
+  tuning_ = read_or_empty(environment_.out_dir, kFile);
+  if (!tuning_.empty()) {
+    const Status used = backend_->use_tuning(tuning_);
+    if (used.ok()) return ok_status();
+    log().warn("{}: {}", kFile, used.message());  // the run moved to another machine: rank 0 chooses anew
+    tuning_.clear();
+  }
+  if (environment_.rank != 0 || environment_.warm_up) return ok_status();
+  const std::string name = backend_->tuning_name();
+  const std::string cached = name.empty() ? "" : read_or_empty(environment_.cache_dir, name);
+  const std::vector<kernels::LinearShape> layers =
+      runtime::linear_layers(config_.model, config_.dtype(), layout_.micro_batch * config_.training.seq_len,
+                             !layout_.fixed_order() && layout_.num_micro_steps > 1);
+  KTG_ASSIGN_OR_RETURN(tuning_, backend_->tune(layers, cached, scratch, *stream_));
+  KTG_RETURN_IF_ERROR(backend_->use_tuning(tuning_));
+  if (!environment_.out_dir.empty()) KTG_RETURN_IF_ERROR(write_whole(environment_.out_dir, kFile, tuning_));
+  if (!environment_.cache_dir.empty() && tuning_ != cached) {
+    // A cache that cannot be written costs the next run some seconds, nothing else.
+    const Status written = write_whole(environment_.cache_dir, name, tuning_);
+    if (!written.ok()) log().warn("cache of algorithms: {}", written.message());
+  }
+  return ok_status();
+}
+
+// Every rank makes the same calls, whatever it has already.
+Status TrainerImpl::share_tuning() {
+  if (environment_.world_size == 1 || !config_.training.tune) return ok_status();
+  std::string text = tuning_.substr(0, kMostBytes);
+  text.resize(kMostBytes, '\0');
+  KTG_ASSIGN_OR_RETURN(const comm::WorkPtr work, communicator_->broadcast(text.data(), kMostBytes, 0, *stream_));
+  KTG_RETURN_IF_ERROR(work->wait(collective_deadline()));
+  text.resize(text.find('\0') == std::string::npos ? kMostBytes : text.find('\0'));
+  if (text.empty() || text == tuning_) return ok_status();
+  tuning_ = std::move(text);
+  return backend_->use_tuning(tuning_);
+}
+
+}  // namespace kintsugi::launch
