@@ -13,8 +13,6 @@
 namespace kintsugi::launch {
 namespace {
 
-// Elements of the state that pass through the host at a time.
-constexpr int64_t kStagedElements = 4 << 20;
 // How long the host looks for a vote before it sleeps between looks, and how long then.
 constexpr auto kSpin = std::chrono::microseconds(200);
 constexpr auto kNap = std::chrono::microseconds(20);
@@ -276,48 +274,6 @@ Status TrainerImpl::settle_snapshot(bool wait) {
   }
   const DeviceStep::Snapshot snapshot = *std::exchange(d.snapshot, std::nullopt);
   return environment_.link->snapshot_ready(snapshot.step, snapshot.cursor, snapshot.slot);
-}
-
-Status TrainerImpl::upload(float* to, const float* from, int64_t count) {
-  KTG_RETURN_IF_ERROR(backend_->copy(to, from, count * static_cast<int64_t>(sizeof(float)), *stream_));
-  return stream_->synchronize(collective_deadline());
-}
-
-// Valid until the next call.
-Result<const float*> TrainerImpl::download(const float* from, int64_t count) {
-  if (!device_) return from;
-  KTG_ASSIGN_OR_RETURN(float* const staging, this->staging());
-  KTG_CHECK(count <= kStagedElements) << count;
-  KTG_RETURN_IF_ERROR(backend_->copy(staging, from, count * static_cast<int64_t>(sizeof(float)), *stream_));
-  KTG_RETURN_IF_ERROR(stream_->synchronize(collective_deadline()));
-  return static_cast<const float*>(staging);
-}
-
-// Three times kStagedElements: weights, m and v.
-Result<float*> TrainerImpl::staging() {
-  DeviceStep& d = *device_;
-  if (d.staging.data() == nullptr) {
-    KTG_ASSIGN_OR_RETURN(
-        d.staging, backend_->allocate_host(3 * kStagedElements * static_cast<int64_t>(sizeof(float)), "staged state"));
-  }
-  return d.staging.as<float>();
-}
-
-Status TrainerImpl::fill_state(const std::function<Status(float*, float*, float*, int64_t, int64_t)>& fill) {
-  runtime::TrainState& s = state();
-  if (!device_) return fill(s.weights, s.m, s.v, 0, s.length);
-  KTG_ASSIGN_OR_RETURN(float* const weights, staging());
-  float *const m = weights + kStagedElements, *const v = m + kStagedElements;
-  for (int64_t begin = 0; begin < s.length; begin += kStagedElements) {
-    const int64_t count = std::min(kStagedElements, s.length - begin);
-    KTG_RETURN_IF_ERROR(fill(weights, m, v, begin, count));
-    KTG_RETURN_IF_ERROR(upload(s.weights + begin, weights, count));
-    KTG_RETURN_IF_ERROR(upload(s.m + begin, m, count));
-    KTG_RETURN_IF_ERROR(upload(s.v + begin, v, count));
-    environment_.link->alive();
-  }
-  device_->staging = runtime::Buffer();
-  return ok_status();
 }
 
 }  // namespace kintsugi::launch

@@ -4,7 +4,6 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
-#include "checkpoint/state_digest.h"
 #include "launch/trainer_impl.h"
 #include "runtime/base/log.h"
 
@@ -209,34 +208,6 @@ Result<RunOutcome> TrainerImpl::finish() {
   if (!sha256.ok()) return explained(sha256.status());
   KTG_RETURN_IF_ERROR(explained(environment_.link->finished(summary(*sha256))));
   return RunOutcome::kFinished;
-}
-
-// The gather of the digests is the run's last collective, and each rank enters it with its snapshots durable: whoever
-// leaves it knows that nothing is left to do anywhere.
-Result<std::string> TrainerImpl::state_sha256() {
-  const runtime::ParamTable& table = model_->params();
-  const int64_t blocks = checkpoint::num_digest_blocks(table);
-  const int64_t most = (blocks + environment_.world_size - 1) / environment_.world_size;
-  std::vector<checkpoint::BlockDigest> gathered(environment_.world_size * most);
-  checkpoint::BlockDigest* mine = &gathered[environment_.rank * most];
-  const int64_t begin = share_begin(blocks, environment_.rank, environment_.world_size);
-  const int64_t end = share_begin(blocks, environment_.rank + 1, environment_.world_size);
-  KTG_RETURN_IF_ERROR(
-      checkpoint::digest_blocks(table, state(), begin, {mine, static_cast<size_t>(end - begin)},
-                                [this](const float* block, int64_t count) { return download(block, count); }));
-  // Ends by the end of the generation; how long a disk takes is not ours to limit.
-  KTG_RETURN_IF_ERROR(environment_.link->await_snapshots(Deadline::never()));
-  KTG_ASSIGN_OR_RETURN(
-      const comm::WorkPtr work,
-      communicator_->all_gather(gathered.data(), mine, most * sizeof(checkpoint::BlockDigest), *stream_));
-  KTG_RETURN_IF_ERROR(work->wait(collective_deadline()));
-  std::vector<checkpoint::BlockDigest> all;
-  for (int r = 0; r < environment_.world_size; ++r) {
-    const int64_t count =
-        share_begin(blocks, r + 1, environment_.world_size) - share_begin(blocks, r, environment_.world_size);
-    all.insert(all.end(), &gathered[r * most], &gathered[r * most] + count);
-  }
-  return checkpoint::combine_digests(table, all, state().step, state().cursor);
 }
 
 std::string TrainerImpl::summary(const std::string& sha256) const {

@@ -3,7 +3,6 @@
 
 #include <cstring>
 
-#include "kernels/digest.h"
 #include "launch/trainer_impl.h"
 #include "runtime/base/log.h"
 
@@ -83,8 +82,8 @@ Status TrainerImpl::join_devices() {
                       "nvidia-nccl-cu13); one rank needs none, and device = \"cpu\" neither",
                       environment_.world_size));
     }
-    KTG_ASSIGN_OR_RETURN(device_communicator_, environment_.create_device_communicator(*communicator_, stop_,
-                                                                                       [&vote] { vote.close(); }));
+    KTG_ASSIGN_OR_RETURN(device_communicator_,
+                         environment_.create_device_communicator(*communicator_, stop_, [&vote] { vote.close(); }));
   }
   parallel_->set_communicator(device_communicator_.get());
   if (environment_.rank != 0 || std::exchange(plan_printed_, true)) return ok_status();
@@ -106,12 +105,13 @@ Status TrainerImpl::take_state(const Verdict& verdict) {
 Status TrainerImpl::start_fresh() {
   runtime::TrainState& s = state();
   const auto seed = static_cast<uint64_t>(config_.training.seed);
-  KTG_RETURN_IF_ERROR(fill_state([&](float* weights, float* m, float* v, int64_t begin, int64_t count) {
-    runtime::init_parameters(weights, model_->params(), seed, begin, count);
-    std::memset(m, 0, static_cast<size_t>(count) * sizeof(float));
-    std::memset(v, 0, static_cast<size_t>(count) * sizeof(float));
+  KTG_RETURN_IF_ERROR(write_flat(s.weights, [&](float* out, int64_t begin, int64_t count) {
+    runtime::init_parameters(out, model_->params(), seed, begin, count);
     return stop_.requested() ? aborted("stopped while the state was initialised") : ok_status();
   }));
+  const int64_t bytes = s.length * static_cast<int64_t>(sizeof(float));
+  KTG_RETURN_IF_ERROR(backend_->zero(s.m, bytes, *stream_));
+  KTG_RETURN_IF_ERROR(backend_->zero(s.v, bytes, *stream_));
   KTG_RETURN_IF_ERROR(parallel_->weights_changed(*stream_));
   s.step = 0;
   s.cursor = 0;
@@ -220,28 +220,6 @@ Status TrainerImpl::share_state(int source_rank, bool joins) {
   KTG_CHECK(others.empty()) << fmt::format("after step {} the state of ranks {} differs from that of rank {}", s.step,
                                            fmt::join(others, ", "), source_rank);
   return ok_status();
-}
-
-// The quick comparison of ranks: every bit of weights, moments, step and cursor, by the backend's own kernels.
-Result<uint64_t> TrainerImpl::state_digest() {
-  const runtime::TrainState& s = state();
-  uint64_t on_host[3];
-  uint64_t* parts = device_ ? device_->sums.as<uint64_t>() + 2 : on_host;
-  int i = 0;
-  for (const float* buffer : {s.weights, s.m, s.v}) {
-    KTG_RETURN_IF_ERROR(
-        stream_->launched(backend_->kernels().reduce->digest(&parts[i], buffer, s.length, static_cast<uint64_t>(i + 1),
-                                                             stream_->handle()),
-                          "digest"));
-    ++i;
-  }
-  KTG_RETURN_IF_ERROR(stream_->synchronize(collective_deadline()));
-  uint64_t digest = 0;
-  for (const uint64_t word :
-       {parts[0], parts[1], parts[2], static_cast<uint64_t>(s.step), static_cast<uint64_t>(s.cursor)}) {
-    digest = kernels::digest_word(digest ^ word, kernels::kDigestStep);
-  }
-  return digest;
 }
 
 }  // namespace kintsugi::launch

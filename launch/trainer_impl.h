@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/state_digest.h"
 #include "launch/fault_plan.h"
 #include "launch/memory_plan.h"
 #include "launch/step_report.h"
@@ -49,7 +50,6 @@ struct DeviceStep {
   runtime::Buffer pinned_slots;
 
   runtime::Buffer sums;           // host memory that kernels write: one LossSums, three digests
-  runtime::Buffer staging;        // pinned, for state on its way in or out
   int64_t bytes_free_before = 0;  // of the device, before anything was taken
 };
 
@@ -77,8 +77,8 @@ class TrainerImpl final : public Trainer {
 
   // The step on a device (trainer_device.cc): everything is queued, then the host waits for the vote to be published.
   Status build_device();
-  // The matrix products' algorithms (trainer_tuning.cc): made or read when the process starts, and the same on all ranks
-  // of a generation.
+  // The matrix products' algorithms (trainer_tuning.cc): made or read when the process starts, and the same on all
+  // ranks of a generation.
   Status prepare_tuning(const runtime::Buffer& scratch);
   Status share_tuning();
   Result<VoteOutcome> device_step(int64_t step);
@@ -96,12 +96,15 @@ class TrainerImpl final : public Trainer {
   // Snapshots that are on their way from the device; `wait` until they have arrived.
   Status settle_snapshot(bool wait);
 
-  // State of any backend, in pieces that the host sees.
-  Status upload(float* to, const float* from, int64_t count);
-  Result<float*> staging();
-  // Writes the whole state: fill(weights, m, v, begin, count) writes elements [begin, begin + count) where it is told.
+  // The state, wherever it lies (trainer_state.cc).
+  struct Lane;
+  Status in_pieces(int64_t n, int64_t piece, int64_t staged_elements,
+                   const std::function<Status(Lane&, int64_t, int64_t)>& body);
+  // write(out, begin, count) writes elements [begin, begin + count) of the flat buffer at `to`; fill() does so for
+  // weights, m and v. On a device from several threads at once.
+  Status write_flat(float* to, const std::function<Status(float*, int64_t, int64_t)>& write);
   Status fill_state(const std::function<Status(float*, float*, float*, int64_t, int64_t)>& fill);
-  Result<const float*> download(const float* from, int64_t count);
+  Status digest_share(int64_t begin, int64_t end, checkpoint::BlockDigest* out);
   Result<uint64_t> state_digest();
   // What a committed step still owes: its snapshot, its validation loss, its line of progress.
   Status complete_step(const VoteOutcome& vote, bool timed);
@@ -170,7 +173,7 @@ class TrainerImpl final : public Trainer {
   int64_t skipped_steps_ = 0;
   int64_t timed_tokens_ = 0, timed_ns_ = 0;  // of the steps that this process made
   kernels::AdamWScalars scalars_;            // of the update, on the CPU
-  std::string tuning_;  // the algorithms in use, as text; empty: the libraries' own choice
+  std::string tuning_;                       // the algorithms in use, as text; empty: the libraries' own choice
   bool plan_printed_ = false;
   int64_t fault_step_ = 0;
   int64_t step_end_ns_ = 0;
