@@ -98,6 +98,8 @@ void describe(ConfigTable& table, TrainingConfig& config) {
             {"none", "norms_and_activations", "attention", "block"});
   table.add("training.tune", &config.tune,
             "on a GPU, choose the algorithms of matrix products by timing them once, when a run begins");
+  table.add("training.debug_nan", &config.debug_nan,
+            "look at every layer's numbers, and name the first that is not finite when a step is skipped (slower)");
   table.add("training.cuda_graphs", &config.cuda_graphs,
             "on a GPU, launch whole recorded steps; off: kernel by kernel");
   table.add("training.eval_every", &config.eval_every, "steps between validation losses; 0: never");

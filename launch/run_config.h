@@ -32,6 +32,7 @@ struct TrainingConfig {
   std::string recompute = "none";  // what backward computes again instead of keeping: "none",
                                    // "norms_and_activations", "attention", "block"; more of it, less memory
   bool tune = true;                // on a GPU, choose the matrix products' algorithms by timing them once a run
+  bool debug_nan = false;          // look for what is not finite in every layer; a skipped step's first one is named
   bool cuda_graphs = true;         // launch recorded steps; off: every kernel by itself
   int64_t eval_every = 0;          // steps between validation losses (the last step's too); 0: never
   int64_t eval_samples = 64;       // sequences of a validation loss; 0: all there are

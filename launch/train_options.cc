@@ -65,6 +65,9 @@ CommandLineOutcome parse_command_line(int argc, const char* const* argv, TrainOp
                  "write the timeline of these steps to <out>/trace, with every kernel on a GPU, and print where their "
                  "time went: steps=10-12,20")
       ->type_name("steps=RANGES");
+  bool debug_nan = false;
+  app.add_flag("--debug-nan", debug_nan,
+               "when a step is skipped because something was not finite, name the layer (slower; training.debug_nan)");
   bool help_config = false;
   app.add_flag("--help-config", help_config, "list every key of the configuration with its default");
   add_rank_flag(app, "--rank", options->ranks.rank);
@@ -79,6 +82,7 @@ CommandLineOutcome parse_command_line(int argc, const char* const* argv, TrainOp
     return {.run = false, .exit_code = code == 0 ? kExitOk : kExitUsage, .text = out_text.str() + error_text.str()};
   }
   if (help_config) return {.run = false, .exit_code = kExitOk, .text = RunConfig::help()};
+  if (debug_nan) options->sets.emplace_back("training.debug_nan=true");
   if (!trace.empty()) {
     const Result<std::vector<int64_t>> steps =
         parse_step_ranges(trace.starts_with("steps=") ? std::string_view(trace).substr(6) : std::string_view(trace));

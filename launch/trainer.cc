@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "comm/host/host_communicator.h"
 #include "comm/nccl/device_heap.h"
@@ -113,6 +114,12 @@ Status TrainerImpl::build() {
   arena_ = std::make_unique<runtime::Arena>(std::move(activations));
   KTG_ASSIGN_OR_RETURN(model_, runtime::Transformer::create(config_.model, options, *backend_, *arena_, *stream_));
 
+  if (training.debug_nan) {
+    const int64_t bytes = 2 * model_->params().num_units() * static_cast<int64_t>(sizeof(int32_t));
+    KTG_ASSIGN_OR_RETURN(finite_flags_, backend_->allocate_host(bytes, "flags of what is not finite"));
+    std::memset(finite_flags_.data(), 0, static_cast<size_t>(bytes));
+    model_->set_finite_flags(finite_flags_.as<int32_t>());
+  }
   comm::SymmetricHeap& heap = *environment_.heap;
   KTG_ASSIGN_OR_RETURN(snapshot_slots_, allocate_snapshot_slots(heap, plan_));
   if (device && environment_.state_heap == nullptr) {

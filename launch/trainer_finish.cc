@@ -33,6 +33,7 @@ bool TrainerImpl::validation_due(int64_t step) const {
 
 Status TrainerImpl::complete_step(const VoteOutcome& vote, bool timed) {
   last_vote_ = vote;
+  KTG_RETURN_IF_ERROR(name_non_finite(vote));
   if (snapshot_due(vote.step)) KTG_RETURN_IF_ERROR(take_snapshot());
   std::optional<double> validation;
   if (validation_due(vote.step)) {
@@ -58,6 +59,26 @@ Status TrainerImpl::complete_step(const VoteOutcome& vote, bool timed) {
                     .validation_loss = validation,
                     .times = timed ? std::optional(times) : std::nullopt};
   return environment_.link->publish("metrics", to_json(report));
+}
+
+// The flags stay raised while later steps are under way, so they name the first place of all.
+Status TrainerImpl::name_non_finite(const VoteOutcome& vote) {
+  auto* flags = finite_flags_.as<int32_t>();
+  if (flags == nullptr || vote.skip == 0) return ok_status();
+  const std::vector<runtime::UnitInfo>& units = model_->params().units();
+  const auto num_units = static_cast<int>(units.size());
+  std::string where;
+  for (int i = 0; i < num_units && where.empty(); ++i) {
+    if (flags[i] != 0) where = "the forward pass of " + units[i].name;
+  }
+  for (int i = num_units - 1; i >= 0 && where.empty(); --i) {
+    if (flags[num_units + i] != 0) where = "the backward pass of " + units[i].name;
+  }
+  if (where.empty()) where = "the gradients: every layer's activations are finite here";
+  std::fill_n(flags, 2 * num_units, 0);
+  return environment_.link->publish(
+      "log", fmt::format("step {} was skipped; on rank {} numbers stop being finite in {}", vote.step,
+                         environment_.rank, where));
 }
 
 // What this process, and whoever else came to the device since, has taken of it.

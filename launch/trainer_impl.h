@@ -74,6 +74,8 @@ class TrainerImpl final : public Trainer {
   // The state is of vote.step now: the update has been made, or (on a device) passed its gate.
   void committed(const VoteOutcome& vote);
   kernels::StepInputs step_inputs(int64_t step) const;
+  // With training.debug_nan: says in which unit of a skipped step numbers stopped being finite.
+  Status name_non_finite(const VoteOutcome& vote);
 
   // The step on a device (trainer_device.cc): everything is queued, then the host waits for the vote to be published.
   Status build_device();
@@ -174,6 +176,7 @@ class TrainerImpl final : public Trainer {
   int64_t timed_tokens_ = 0, timed_ns_ = 0;  // of the steps that this process made
   kernels::AdamWScalars scalars_;            // of the update, on the CPU
   std::string tuning_;                       // the algorithms in use, as text; empty: the libraries' own choice
+  runtime::Buffer finite_flags_;             // training.debug_nan: two a unit
   bool plan_printed_ = false;
   int64_t fault_step_ = 0;
   int64_t step_end_ns_ = 0;

@@ -88,6 +88,11 @@ Status TransformerImpl::init(Stream& stream) {
   return stream.synchronize(Deadline::after(std::chrono::seconds(60)));
 }
 
+Status TransformerImpl::look(int64_t index, const void* x, int64_t n, DType dtype, Stream& stream) const {
+  if (finite_flags_ == nullptr) return ok_status();
+  return stream.launched(k_.reduce->non_finite(finite_flags_ + index, x, n, dtype, stream.handle()), "look for NaN");
+}
+
 Status TransformerImpl::check_batch(int64_t B, int64_t T) const {
   if (B >= 1 && T >= 1 && T <= options_.max_seq_len && B * T <= options_.max_tokens) return ok_status();
   return invalid_argument(

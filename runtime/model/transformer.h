@@ -131,6 +131,10 @@ class Transformer {
   virtual ~Transformer() = default;
 
   virtual const ParamTable& params() const = 0;
+  // Where numbers stop being finite, for those who look for it: with U units, flags[u] becomes 1 when what unit u hands
+  // on in forward (the last one: the losses) holds an infinity or NaN, flags[U + u] when the gradient that leaves it in
+  // backward does. 2 U flags in memory that kernels write; the caller clears them. Null: nothing is looked at.
+  virtual void set_finite_flags(int32_t* flags) = 0;
   // All calls return kInvalidArgument when the batch exceeds the options, and kAborted between two operations once the
   // stream's stop token says so: buffers then hold a half-done step, and the next call simply overwrites them.
   // No call takes memory from the backend.

@@ -49,6 +49,7 @@ Status TransformerImpl::head_backward(const MicroBatch& batch, const UnitWeights
       k_.cross_entropy->forward_backward(a_.losses, a_.logits, batch.targets, N, V(), dtype, stream.handle()),
       "cross_entropy.forward_backward"));
   KTG_RETURN_IF_ERROR(sum_losses(batch, sums, stream));
+  KTG_RETURN_IF_ERROR(look(head_unit(), a_.losses, N, DType::kF32, stream));
 
   KTG_ASSIGN_OR_RETURN(const UnitAccess::Gradients g, access.gradients(head_unit(), stream));
   UnitAccess::Gradients matrix_gradients = g;
@@ -69,6 +70,7 @@ Status TransformerImpl::head_backward(const MicroBatch& batch, const UnitWeights
   }));
   KTG_RETURN_IF_ERROR(
       norm_backward({a_.stream, a_.h, a_.mean, a_.rstd}, layout_.norm_w, layout_.norm_b, w, g, nullptr, N, stream));
+  KTG_RETURN_IF_ERROR(look(params_.num_units() + head_unit(), a_.d_stream, N * C(), dtype, stream));
   return access.gradients_ready(head_unit(), stream);
 }
 
@@ -102,8 +104,9 @@ Status TransformerImpl::block_backward(const Pass& pass, int64_t l, const UnitWe
   KTG_RETURN_IF_ERROR(
       norm_backward({a.stream2, a.h2, a.mean2, a.rstd2}, at.norm2_w, at.norm2_b, w, g, a_.d_stream, pass.N(), stream));
   KTG_RETURN_IF_ERROR(attention_backward(pass, w, g, a, stream));
-  return norm_backward({a.stream1, a.h1, a.mean1, a.rstd1}, at.norm1_w, at.norm1_b, w, g, a_.d_stream, pass.N(),
-                       stream);
+  KTG_RETURN_IF_ERROR(
+      norm_backward({a.stream1, a.h1, a.mean1, a.rstd1}, at.norm1_w, at.norm1_b, w, g, a_.d_stream, pass.N(), stream));
+  return look(params_.num_units() + l + 1, a_.d_stream, pass.N() * C(), options_.dtype, stream);
 }
 
 Status TransformerImpl::feed_forward_backward(const Pass& pass, const UnitWeights& w, UnitAccess::Gradients g,

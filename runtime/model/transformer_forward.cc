@@ -11,6 +11,7 @@ Status TransformerImpl::run_blocks(const Pass& pass, UnitAccess& access, Stream&
                               pass.N(), C(), options_.dtype, stream.handle()),
         "embedding.forward");
   }));
+  KTG_RETURN_IF_ERROR(look(0, layer(0, pass.for_backward).stream1, pass.N() * C(), options_.dtype, stream));
   for (int64_t l = 0; l < L(); ++l) {
     KTG_RETURN_IF_ERROR(with_unit(static_cast<int>(l) + 1, access, stream,
                                   [&](const UnitWeights& w) { return block_forward(pass, l, w, stream); }));
@@ -48,7 +49,9 @@ Status TransformerImpl::block_forward(const Pass& pass, int64_t l, const UnitWei
   KTG_RETURN_IF_ERROR(attention_forward(pass, l, w, a, stream));
   KTG_RETURN_IF_ERROR(norm_forward({a.stream2, a.h2, a.mean2, a.rstd2}, a.stream1, w.vector(at.norm2_w),
                                    w.vector(at.norm2_b), pass.N(), stream));
-  return feed_forward(pass, w, a, stream);
+  KTG_RETURN_IF_ERROR(feed_forward(pass, w, a, stream));
+  KTG_RETURN_IF_ERROR(look(l + 1, a.stream2, pass.N() * C(), options_.dtype, stream));
+  return look(l + 1, a_.branch, pass.N() * C(), options_.dtype, stream);
 }
 
 Status TransformerImpl::attention_forward(const Pass& pass, int64_t l, const UnitWeights& w, LayerActivations& a,

@@ -15,6 +15,7 @@ class TransformerImpl final : public Transformer {
   Status init(Stream& stream);
 
   const ParamTable& params() const override { return params_; }
+  void set_finite_flags(int32_t* flags) override { finite_flags_ = flags; }
   Status forward_backward(const MicroBatch& batch, UnitAccess& access, LossSums* sums, Stream& stream) override;
   Status forward_loss(const MicroBatch& batch, UnitAccess& access, LossSums* sums, Stream& stream) override;
   Status forward_logits(void* logits, const int32_t* ids, const int32_t* positions, int64_t B, int64_t T,
@@ -36,6 +37,8 @@ class TransformerImpl final : public Transformer {
   };
   using OnUnit = std::function<Status(const UnitWeights&)>;
 
+  // Raises the flag at `index` when one of n elements is not finite.
+  Status look(int64_t index, const void* x, int64_t n, DType dtype, Stream& stream) const;
   Status check_batch(int64_t B, int64_t T) const;
   Status use_positions(int64_t T, Stream& stream);
   LayerActivations& layer(int64_t l, bool for_backward) { return a_.layers[for_backward ? static_cast<size_t>(l) : 0]; }
@@ -102,6 +105,7 @@ class TransformerImpl final : public Transformer {
   const ModelLayout layout_;
   Activations a_;
   std::vector<int32_t> host_positions_;
+  int32_t* finite_flags_ = nullptr;
   int64_t positions_T_ = 0;  // the T that positions were written for
 
   int64_t C() const { return config_.dim; }

@@ -38,6 +38,17 @@ TEST_F(TrainerTest, LossFallsFromTheUniformOne) {
   EXPECT_LT(loss.back(), loss.front() - 0.3);
 }
 
+TEST_F(TrainerTest, DebugNanNamesTheLayerThatStopsBeingFinite) {
+  RunConfig c = diverging(config());
+  c.training.debug_nan = true;
+  const TrainingJob::Outcome outcome = finished_job(c, 1);
+  ASSERT_GT(outcome.summary["skipped_steps"].get<int64_t>(), 0);
+  ASSERT_FALSE(outcome.log.empty());
+  EXPECT_THAT(outcome.log.front(), AllOf(HasSubstr("was skipped"), HasSubstr("stop being finite in the")));
+  c.training.debug_nan = false;
+  EXPECT_EQ(finished_job(c, 1).sha256(), outcome.sha256()) << "looking changes nothing";
+}
+
 TEST_F(TrainerTest, FixedOrderGivesTheSameBitsAtEveryWorldSize) {
   RunConfig c = fixed();
   c.training.eval_every = 2;
