@@ -45,6 +45,7 @@ Result<AgentConfig> configure(const TrainOptions& options, int world_size) {
   agent.config_toml = config.to_toml();
   agent.out_dir = options.out_dir;
   agent.heap_bytes = plan.heap_bytes();
+  agent.reserve_heap = !config.on_cuda();  // on a GPU the state itself lies elsewhere
   agent.num_snapshot_slots = plan.num_snapshot_slots;
   agent.spares = config.recovery.spares;
   KTG_ASSIGN_OR_RETURN(agent.policy.source, parse_state_policy(config.recovery.source));
@@ -101,7 +102,8 @@ Result<JobOpening> open_job(const TrainOptions& options, const AgentConfig& agen
 }
 
 Result<UniqueFd> create_segment(const AgentConfig& config, int rank, int world_size) {
-  KTG_ASSIGN_OR_RETURN(const int fd, comm::SharedSegment::create_fd(config.heap_bytes, world_size, rank));
+  KTG_ASSIGN_OR_RETURN(const int fd,
+                       comm::SharedSegment::create_fd(config.heap_bytes, world_size, rank, config.reserve_heap));
   return UniqueFd(fd);
 }
 

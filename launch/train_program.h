@@ -20,9 +20,10 @@ namespace kintsugi::launch {
 
 // What one agent must know of the run.
 struct AgentConfig {
-  std::string config_toml;  // resolved; what children are given
-  std::string out_dir;      // absolute
-  int64_t heap_bytes = 0;   // of each rank's shared segment
+  std::string config_toml;   // resolved; what children are given
+  std::string out_dir;       // absolute
+  int64_t heap_bytes = 0;    // of each rank's shared segment
+  bool reserve_heap = true;  // its pages now, not when they are first touched
   int num_snapshot_slots = 0;
   int64_t spares = 1;
   SupervisorPolicy policy;

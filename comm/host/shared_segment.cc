@@ -52,7 +52,7 @@ Status check_file_size_limit(int64_t size_bytes, const std::string& what) {
 
 // Reserves the pages piece by piece, looking at the limits before each: ranks that start together see each other's
 // pieces, and reserving beyond a control group's limit would wake the OOM killer instead of failing.
-Status reserve_pages(int fd, int64_t size_bytes, int world_size, const std::string& what) {
+Status reserve_pages(int fd, int64_t size_bytes, int world_size, bool only_look, const std::string& what) {
   constexpr int64_t kPiece = 4 << 20;
   const int64_t margin = kPiece * std::min(world_size, 16);
   for (int64_t at = 0; at < size_bytes; at += kPiece) {
@@ -66,6 +66,7 @@ Status reserve_pages(int fd, int64_t size_bytes, int world_size, const std::stri
                                 std::to_string(room.limit_bytes) + " bytes and leaves " +
                                 std::to_string(room.free_bytes) + " free");
     }
+    if (only_look) return ok_status();
     int error = 0;
     do {
       error = ::fallocate(fd, 0, at, std::min(kPiece, rest)) == 0 ? 0 : errno;
@@ -82,7 +83,7 @@ int64_t SharedSegment::segment_bytes(int64_t heap_bytes, int world_size) {
   return heap_offset() + round_up(heap_bytes, kPage);
 }
 
-Result<int> SharedSegment::create_fd(int64_t heap_bytes, int world_size, int rank) {
+Result<int> SharedSegment::create_fd(int64_t heap_bytes, int world_size, int rank, bool reserve) {
   if (heap_bytes < 0 || world_size < 1 || world_size > kMaxWorldSize || rank < 0 || rank >= world_size) {
     return invalid_argument("shared segment of " + std::to_string(heap_bytes) + " bytes for rank " +
                             std::to_string(rank) + " of " + std::to_string(world_size) + " (at most " +
@@ -96,7 +97,7 @@ Result<int> SharedSegment::create_fd(int64_t heap_bytes, int world_size, int ran
   if (fd < 0) return status_from_errno(errno, what + ": memfd_create");
   const Status made = [&]() -> Status {
     if (::ftruncate(fd, size_bytes) != 0) return status_from_errno(errno, what + ": ftruncate");
-    KTG_RETURN_IF_ERROR(reserve_pages(fd, size_bytes, world_size, what));
+    KTG_RETURN_IF_ERROR(reserve_pages(fd, size_bytes, world_size, !reserve, what));
     const Header header{
         .magic = {kMagic[0], kMagic[1], kMagic[2], kMagic[3], kMagic[4], kMagic[5], kMagic[6], kMagic[7]},
         .segment_bytes = size_bytes,

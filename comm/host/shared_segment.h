@@ -19,7 +19,9 @@ class SharedSegment final : public SymmetricHeap {
   static int64_t segment_bytes(int64_t heap_bytes, int world_size);
   // Creates the memfd (close-on-exec, sealed against shrinking) and reserves its pages: kResourceExhausted names the
   // bytes and the limit that stands against them. Returns the descriptor; the caller owns it.
-  static Result<int> create_fd(int64_t heap_bytes, int world_size, int rank);
+  // `reserve` false only looks whether they would fit: for a segment that is used late or never (snapshots of a state
+  // that lies on a GPU), whose pages come when they are first touched.
+  static Result<int> create_fd(int64_t heap_bytes, int world_size, int rank, bool reserve = true);
   // Maps a descriptor (which may be closed afterwards). Checks the header: kFailedPrecondition when it is not one of
   // ours.
   static Result<std::unique_ptr<SharedSegment>> map(int fd);

@@ -84,6 +84,8 @@ TEST(SharedSegmentTest, BadArgumentsAreNamed) {
 
 TEST(SharedSegmentTest, MoreThanTheMachineHasIsOneClearMessage) {
   const int64_t ten_terabytes = int64_t{10} << 40;
+  EXPECT_EQ(SharedSegment::create_fd(ten_terabytes, 8, 1, /*reserve=*/false).status().code(),
+            StatusCode::kResourceExhausted);
   const Status status = SharedSegment::create_fd(ten_terabytes, 8, 1).status();
   EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << status.to_string();
   EXPECT_THAT(status.message(), AllOf(HasSubstr("rank 1"), HasSubstr("for 8 ranks"), HasSubstr("free")));
