@@ -6,6 +6,7 @@
 #include "kernels/activation.h"
 #include "kernels/attention.h"
 #include "kernels/cross_entropy.h"
+#include "kernels/decode_layer.h"
 #include "kernels/embedding.h"
 #include "kernels/gemm.h"
 #include "kernels/norm.h"
@@ -33,6 +34,7 @@ struct KernelTable {
   const VoteKernels* vote;
   // What a KernelError of this implementation means: "invalid argument (cudaErrorInvalidValue)".
   std::string (*error_text)(KernelError error);
+  const DecodeLayerKernels* decode_layer = nullptr;  // null: a decode step takes the families one by one
 };
 
 namespace reference { const KernelTable& kernels(); }

@@ -1,9 +1,11 @@
 // kernels/cuda/gemv.h on the tensor cores.
 //
 // A warp multiplies 16 kMTiles rows of w by all rows of x over its share of I. Rows of w are the mma's rows and rows of
-// x its columns, so no lane is idle for N = 8, and both come from memory in 16-byte pieces (mma.cuh). The warps of a
-// block take 128 columns of I in turn, so that a block reads 2 KiB of each row at a time, and are summed in ascending
-// order through shared memory. The first piece of w is requested before the kernels in front have finished.
+// x its columns, and both come from memory in 16-byte pieces (mma.cuh). The warps of a block take 128 columns of I in
+// turn, so that a block reads 2 KiB of each row at a time, and are summed in ascending order through shared memory.
+// A block goes from tile to tile of rows; the next piece of w, of this tile or the next, is requested before the
+// present one is multiplied, and the first before the kernels in front have finished.
+#include "kernels/cuda/decode_norm.cuh"
 #include "kernels/cuda/gemv.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/mma.cuh"
@@ -13,7 +15,11 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
+static_assert(kThreads == kNormThreads);
 constexpr int kStep = 128;  // columns of I that a warp takes at a time
+constexpr int kBlocksPerMultiprocessor = 2;
+constexpr int64_t kMaxNormRows = 4;                 // more rows are normalised by a kernel of their own
+constexpr int64_t kMaxNormSharedBytes = 40 * 1024;  // with the sums below what a block gets unasked
 
 struct GemvArguments {
   __nv_bfloat16* y;
@@ -21,102 +27,253 @@ struct GemvArguments {
   const __nv_bfloat16* w;
   const float* bias;
   int N, I, O;
+  int tiles;
+  DecodeNormArguments norm;  // where x comes from it
 };
 
-// kNTiles: N <= 8 kNTiles. kMTiles: 16 kMTiles rows of w a block.
-template <int kNTiles, int kMTiles>
-__global__ void __launch_bounds__(kThreads, kNTiles == 1 ? 3 : 2) gemv_kernel(const GemvArguments a) {
-  constexpr int kRows = 16 * kMTiles, kColumns = 8 * kNTiles, kPieces = kStep / 32;
-  __shared__ float sums[kWarps][kColumns][kRows + 4];
-  allow_next();
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, r = lane / 4,
-            c = lane % 4;
-  const int row0 = static_cast<int>(blockIdx.x) * kRows;
-  const uint4 zero = make_uint4(0, 0, 0, 0);
+__device__ inline float rounded(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 
-  // Rows past the end repeat the last one; their sums are dropped.
-  const __nv_bfloat16* rows[2 * kMTiles];
-#pragma unroll
-  for (int i = 0; i < 2 * kMTiles; ++i) rows[i] = a.w + static_cast<int64_t>(min(row0 + 8 * i + r, a.O - 1)) * a.I;
-  uint4 w[2 * kMTiles][kPieces];
-  const auto load_w = [&](int k0) {
-#pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      const int k = k0 + 32 * j + 8 * c;
-#pragma unroll
-      for (int i = 0; i < 2 * kMTiles; ++i) w[i][j] = k < a.I ? load_stream(rows[i] + k) : zero;
-    }
+//   kNTiles: N <= 8 kNTiles. kMTiles: 16 kMTiles rows of w a tile.
+//   kNorm: x is the norm's output, made by each block for itself (N <= kMaxNormRows).
+//   kSwiglu: the tile's upper half are rows of the gate, its lower half the rows of `up` that belong to them.
+template <int kNTiles, int kMTiles, bool kNorm, bool kSwiglu>
+class Gemv {
+ public:
+  static constexpr int kGroups = 2 * kMTiles;  // of 8 rows
+  static constexpr int kRows = 8 * kGroups, kColumns = 8 * kNTiles;
+  static constexpr int kOutputs = kSwiglu ? kRows / 2 : kRows;  // of a tile, for a row of x
+  static constexpr int kPieces = kMTiles == 1 ? 4 : 2;          // of 32 columns, requested at once
+  static constexpr int kParts = kStep / (32 * kPieces);
+  struct Shared {
+    float sums[kWarps][kColumns][kRows + 4];
   };
+  using Piece = uint4[kGroups][kPieces];
 
-  float acc[kMTiles][kNTiles][4] = {};
-  const int first = warp * kStep;
-  load_w(first);
-  wait_for_previous();
-  for (int k0 = first; k0 < a.I; k0 += kWarps * kStep) {
-    if (k0 != first) load_w(k0);
+  __device__ Gemv(const GemvArguments& a, Shared& shared, __nv_bfloat16* normed)
+      : a_(a),
+        shared_(shared),
+        normed_(normed),
+        warp_(static_cast<int>(threadIdx.x) / 32),
+        r_(static_cast<int>(threadIdx.x) % 32 / 4),
+        c_(static_cast<int>(threadIdx.x) % 4),
+        tile_(static_cast<int>(blockIdx.x)),
+        parts_((a.I + kWarps * kStep - 1) / (kWarps * kStep) * kParts) {}
+
+  __device__ void run() {
+    Piece first, second;
+    load(first, tile_, 0);
+    wait_for_previous();
+    if constexpr (kNorm) normalize_rows(normed_, normed_stride(), a_.norm, 0, a_.N, a_.I, blockIdx.x == 0);
+    while (step(first, second) && step(second, first)) {
+    }
+  }
+
+ private:
+  __device__ int normed_stride() const { return a_.I + 8; }  // so that rows lie in other banks
+  // Column at which part `j` of this warp's share begins, for this lane.
+  __device__ int column(int j) const {
+    return (j / kParts * kWarps + warp_) * kStep + j % kParts * (32 * kPieces) + 8 * c_;
+  }
+  // Row of w of group `i` of a tile; past the end the last one, whose sums are dropped.
+  __device__ int64_t row(int tile, int i) const {
+    if constexpr (kSwiglu) {
+      const int o = min(tile * kOutputs + 8 * (i % kMTiles) + r_, a_.O - 1);
+      return i < kMTiles ? o : o + a_.O;
+    } else {
+      return min(tile * kRows + 8 * i + r_, a_.O - 1);
+    }
+  }
+  __device__ void load(Piece& w, int tile, int j) const {
+    const int k0 = column(j);
 #pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      const int k = k0 + 32 * j + 8 * c;
+    for (int i = 0; i < kGroups; ++i) {
+      const __nv_bfloat16* const from = a_.w + row(tile, i) * a_.I + k0;
 #pragma unroll
-      for (int t = 0; t < kNTiles; ++t) {
-        const int n = 8 * t + r;
-        const uint4 x =
-            n < a.N && k < a.I ? *reinterpret_cast<const uint4*>(a.x + static_cast<int64_t>(n) * a.I + k) : zero;
-#pragma unroll
-        for (int i = 0; i < kMTiles; ++i) mma_32(acc[i][t], w[2 * i][j], w[2 * i + 1][j], x);
+      for (int p = 0; p < kPieces; ++p) {
+        w[i][p] = k0 + 32 * p < a_.I ? load_stream(from + 32 * p) : make_uint4(0, 0, 0, 0);
       }
     }
   }
-
+  __device__ void multiply(const Piece& w, int j) {
+    const int k0 = column(j);
 #pragma unroll
-  for (int i = 0; i < kMTiles; ++i) {
+    for (int p = 0; p < kPieces; ++p) {
+      const int k = k0 + 32 * p;
 #pragma unroll
-    for (int t = 0; t < kNTiles; ++t) {
+      for (int t = 0; t < kNTiles; ++t) {
+        const int n = 8 * t + r_;
+        uint4 x = make_uint4(0, 0, 0, 0);
+        if (n < a_.N && k < a_.I) {
+          const __nv_bfloat16* const from =
+              kNorm ? normed_ + n * normed_stride() + k : a_.x + static_cast<int64_t>(n) * a_.I + k;
+          x = *reinterpret_cast<const uint4*>(from);
+        }
 #pragma unroll
-      for (int e = 0; e < 4; ++e) sums[warp][8 * t + 2 * c + e % 2][16 * i + r + 8 * (e / 2)] = acc[i][t][e];
+        for (int i = 0; i < kMTiles; ++i) mma_32(acc_[i][t], w[2 * i][p], w[2 * i + 1][p], x);
+      }
     }
   }
-  __syncthreads();
-  for (int i = static_cast<int>(threadIdx.x); i < kRows * a.N; i += kThreads) {
-    const int row = i % kRows, n = i / kRows, o = row0 + row;
-    if (o >= a.O) continue;
-    float sum = sums[0][n][row];
+  // One part; false when it was the last of the block's.
+  __device__ bool step(const Piece& present, Piece& next) {
+    const bool ends = part_ + 1 == parts_;
+    const int tile = tile_, part = part_;
+    if (ends) tile_ += static_cast<int>(gridDim.x);
+    part_ = ends ? 0 : part_ + 1;
+    const bool more = tile_ < a_.tiles;
+    if (more) load(next, tile_, part_);
+    multiply(present, part);
+    if (ends) finish(tile);
+    return more;
+  }
+  __device__ float sum(int n, int row) const {
+    float total = shared_.sums[0][n][row];
 #pragma unroll
-    for (int s = 1; s < kWarps; ++s) sum += sums[s][n][row];
-    if (a.bias != nullptr) sum += a.bias[o];
-    a.y[static_cast<int64_t>(n) * a.O + o] = __float2bfloat16_rn(sum);
+    for (int s = 1; s < kWarps; ++s) total += shared_.sums[s][n][row];
+    return total;
+  }
+  __device__ void finish(int tile) {
+#pragma unroll
+    for (int i = 0; i < kMTiles; ++i) {
+#pragma unroll
+      for (int t = 0; t < kNTiles; ++t) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          shared_.sums[warp_][8 * t + 2 * c_ + e % 2][16 * i + r_ + 8 * (e / 2)] = acc_[i][t][e];
+          acc_[i][t][e] = 0.0f;
+        }
+      }
+    }
+    __syncthreads();
+    for (int i = static_cast<int>(threadIdx.x); i < kOutputs * a_.N; i += kThreads) {
+      const int row = i % kOutputs, n = i / kOutputs, o = tile * kOutputs + row;
+      if (o >= a_.O) continue;
+      float y = sum(n, row);
+      if (a_.bias != nullptr) y += a_.bias[o];
+      if constexpr (kSwiglu) {
+        float up = sum(n, row + kRows / 2);
+        if (a_.bias != nullptr) up += a_.bias[o + a_.O];
+        const float gate = rounded(y);  // as when the product is a launch of its own
+        y = gate / (1.0f + expf(-gate)) * rounded(up);
+      }
+      a_.y[static_cast<int64_t>(n) * a_.O + o] = __float2bfloat16_rn(y);
+    }
+    __syncthreads();
+  }
+
+  const GemvArguments& a_;
+  Shared& shared_;
+  __nv_bfloat16* const normed_;
+  const int warp_, r_, c_;
+  int tile_, part_ = 0;
+  const int parts_;
+  float acc_[kMTiles][kNTiles][4] = {};
+};
+
+template <int kNTiles, int kMTiles, bool kNorm, bool kSwiglu>
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) gemv_kernel(const GemvArguments a) {
+  using Work = Gemv<kNTiles, kMTiles, kNorm, kSwiglu>;
+  __shared__ typename Work::Shared shared;
+  extern __shared__ uint4 normed[];
+  allow_next();
+  Work(a, shared, reinterpret_cast<__nv_bfloat16*>(normed)).run();
+}
+
+int multiprocessors() {
+  static const int count = [] {
+    int device = 0, value = 0;
+    if (cudaGetDevice(&device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
+      return 132;
+    }
+    return value;
+  }();
+  return count;
+}
+
+template <int kNTiles, int kMTiles, bool kNorm, bool kSwiglu>
+KernelError launch(GemvArguments a, StreamHandle stream) {
+  constexpr int kOutputs = Gemv<kNTiles, kMTiles, kNorm, kSwiglu>::kOutputs;
+  a.tiles = (a.O + kOutputs - 1) / kOutputs;
+  const int blocks =
+      a.tiles < kBlocksPerMultiprocessor * multiprocessors() ? a.tiles : kBlocksPerMultiprocessor * multiprocessors();
+  const int64_t shared_bytes = kNorm ? static_cast<int64_t>(a.N) * (a.I + 8) * 2 : 0;
+  return launch_overlapped(gemv_kernel<kNTiles, kMTiles, kNorm, kSwiglu>, dim3(static_cast<unsigned>(blocks)),
+                           dim3(kThreads), static_cast<cudaStream_t>(stream), shared_bytes, a);
+}
+
+template <bool kSwiglu>
+KernelError launch_plain(const GemvArguments& a, StreamHandle stream) {
+  if (a.N <= 8) return launch<1, 1, false, kSwiglu>(a, stream);
+  if (a.N <= 16) return launch<2, 2, false, kSwiglu>(a, stream);
+  return launch<4, 2, false, kSwiglu>(a, stream);
+}
+
+__global__ void __launch_bounds__(kNormThreads)
+    decode_norm_kernel(__nv_bfloat16* y, const DecodeNormArguments norm, int C) {
+  extern __shared__ uint4 row[];
+  allow_next();
+  wait_for_previous();
+  auto* const normed = reinterpret_cast<__nv_bfloat16*>(row);
+  const int n = static_cast<int>(blockIdx.x);
+  normalize_rows(normed, C, norm, n, 1, C, true);
+  for (int c = 8 * static_cast<int>(threadIdx.x); c < C; c += 8 * kNormThreads) {
+    *reinterpret_cast<uint4*>(y + static_cast<int64_t>(n) * C + c) = *reinterpret_cast<const uint4*>(normed + c);
   }
 }
 
-template <int kNTiles, int kMTiles>
-KernelError launch(const GemvArguments& a, StreamHandle stream) {
-  const unsigned blocks = static_cast<unsigned>((a.O + 16 * kMTiles - 1) / (16 * kMTiles));
-  return launch_overlapped(gemv_kernel<kNTiles, kMTiles>, dim3(blocks), dim3(kThreads),
-                           static_cast<cudaStream_t>(stream), a);
-}
+bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
 }  // namespace
 
 bool gemv_applies(int64_t N, int64_t I, int64_t O, DType dtype) {
-  return dtype == DType::kBF16 && N >= 1 && N <= kMaxGemvRows && I >= 8 && I % 8 == 0 && I <= INT32_MAX / 2 && O >= 1 &&
-         O <= INT32_MAX / 2;
+  return dtype == DType::kBF16 && N >= 1 && N <= kMaxGemvRows && I >= 8 && I % 8 == 0 && I <= INT32_MAX / 4 && O >= 1 &&
+         O <= INT32_MAX / 4;
 }
 
 KernelError gemv(void* y, const void* x, const void* w, const float* bias, int64_t N, int64_t I, int64_t O, DType dtype,
                  StreamHandle stream) {
-  if (!gemv_applies(N, I, O, dtype)) return cudaErrorInvalidValue;
-  if (reinterpret_cast<uintptr_t>(x) % 16 != 0 || reinterpret_cast<uintptr_t>(w) % 16 != 0)
+  if (!gemv_applies(N, I, O, dtype) || !aligned(x) || !aligned(w)) return cudaErrorInvalidValue;
+  const GemvArguments a{.y = static_cast<__nv_bfloat16*>(y),
+                        .x = static_cast<const __nv_bfloat16*>(x),
+                        .w = static_cast<const __nv_bfloat16*>(w),
+                        .bias = bias,
+                        .N = static_cast<int>(N),
+                        .I = static_cast<int>(I),
+                        .O = static_cast<int>(O),
+                        .tiles = 0,
+                        .norm = {}};
+  return launch_plain<false>(a, stream);
+}
+
+KernelError norm_gemv(void* y, const DecodeNorm& norm, const void* w, const float* bias, int64_t N, int64_t C,
+                      int64_t O, bool swiglu, StreamHandle stream) {
+  if (!gemv_applies(N, C, O, DType::kBF16) || C > kMaxNormWidth || !aligned(w) || !aligned(norm.stream) ||
+      !aligned(norm.branch) || !aligned(norm.sum) || !aligned(norm.normed) || !aligned(norm.weights)) {
     return cudaErrorInvalidValue;
-  const GemvArguments a{static_cast<__nv_bfloat16*>(y),
-                        static_cast<const __nv_bfloat16*>(x),
-                        static_cast<const __nv_bfloat16*>(w),
-                        bias,
-                        static_cast<int>(N),
-                        static_cast<int>(I),
-                        static_cast<int>(O)};
-  if (N <= 8) return launch<1, 1>(a, stream);
-  if (N <= 16) return launch<2, 2>(a, stream);
-  return launch<4, 2>(a, stream);
+  }
+  GemvArguments a{.y = static_cast<__nv_bfloat16*>(y),
+                  .x = static_cast<const __nv_bfloat16*>(norm.normed),
+                  .w = static_cast<const __nv_bfloat16*>(w),
+                  .bias = bias,
+                  .N = static_cast<int>(N),
+                  .I = static_cast<int>(C),
+                  .O = static_cast<int>(O),
+                  .tiles = 0,
+                  .norm = {.sum = static_cast<__nv_bfloat16*>(norm.sum),
+                           .stream = static_cast<const __nv_bfloat16*>(norm.stream),
+                           .branch = static_cast<const __nv_bfloat16*>(norm.branch),
+                           .weights = norm.weights,
+                           .eps = norm.eps}};
+  if (N <= kMaxNormRows && N * (C + 8) * 2 <= kMaxNormSharedBytes) {
+    return swiglu ? launch<1, 1, true, true>(a, stream) : launch<1, 1, true, false>(a, stream);
+  }
+  if (const cudaError_t error = launch_overlapped(
+          decode_norm_kernel, dim3(static_cast<unsigned>(N)), dim3(kNormThreads), static_cast<cudaStream_t>(stream),
+          2 * C, static_cast<__nv_bfloat16*>(norm.normed), a.norm, static_cast<int>(C));
+      error != cudaSuccess) {
+    return error;
+  }
+  return swiglu ? launch_plain<true>(a, stream) : launch_plain<false>(a, stream);
 }
 
 }  // namespace kintsugi::kernels::cuda

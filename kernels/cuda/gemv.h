@@ -3,6 +3,7 @@
 // Reference: reference::gemm().linear_forward. Memory bound: moves 2 I O bytes of weights.
 #pragma once
 
+#include "kernels/decode_layer.h"
 #include "kernels/types.h"
 
 namespace kintsugi::kernels::cuda {
@@ -19,5 +20,9 @@ bool gemv_applies(int64_t N, int64_t I, int64_t O, DType dtype);
 // write it. Asynchronous; cudaErrorInvalidValue where gemv_applies() is false.
 KernelError gemv(void* y, const void* x, const void* w, const float* bias, int64_t N, int64_t I, int64_t O, DType dtype,
                  StreamHandle stream);
+
+// DecodeLayerKernels::norm_linear, for the sizes that gemv() takes with I = C.
+KernelError norm_gemv(void* y, const DecodeNorm& norm, const void* w, const float* bias, int64_t N, int64_t C,
+                      int64_t O, bool swiglu, StreamHandle stream);
 
 }  // namespace kintsugi::kernels::cuda

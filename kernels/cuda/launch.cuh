@@ -8,6 +8,8 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
+
 namespace kintsugi::kernels::cuda {
 
 __device__ inline void wait_for_previous() { cudaGridDependencySynchronize(); }
@@ -15,13 +17,14 @@ __device__ inline void allow_next() { cudaTriggerProgrammaticLaunchCompletion();
 
 template <class... Parameters, class... Arguments>
 cudaError_t launch_overlapped(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream,
-                              Arguments... arguments) {
+                              int64_t dynamic_shared_bytes, Arguments... arguments) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
+  config.dynamicSmemBytes = static_cast<size_t>(dynamic_shared_bytes);
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;

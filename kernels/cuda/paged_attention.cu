@@ -1,6 +1,8 @@
 // kernels/paged_attention.h on the device: the launches of paged_decode.cuh, and the scatter of new keys and values.
 #include <algorithm>
 
+#include "kernels/cuda/decode_norm.cuh"
+#include "kernels/cuda/gemv.h"
 #include "kernels/cuda/paged_decode.cuh"
 
 namespace kintsugi::kernels::cuda {
@@ -40,14 +42,18 @@ bool fits(const void* q, const void* k_cache, const void* v_cache, const PagedSh
   return aligned(q) && aligned(k_cache) && aligned(v_cache) && s.q_stride % 8 == 0;
 }
 
-KernelError decode(void* o, const void* q, const void* k_cache, const void* v_cache, const int32_t* block_tables,
-                   const int32_t* context_lens, const PagedShape& s, DType dtype, void* workspace,
-                   StreamHandle stream) {
-  if (s.S == 0) return kKernelOk;
+struct Launch {
+  PagedArguments arguments{};
+  dim3 grid;
+};
+
+KernelError prepare(Launch* launch, void* o, const void* q, const void* k_cache, const void* v_cache,
+                    const int32_t* block_tables, const int32_t* context_lens, const PagedShape& s, DType dtype,
+                    void* workspace) {
   if (!fits(q, k_cache, v_cache, s, dtype)) return cudaErrorInvalidValue;
   const int64_t splits = num_splits(s);
   if (splits > 1 && workspace == nullptr) return cudaErrorInvalidValue;
-  PagedArguments a{};
+  PagedArguments& a = launch->arguments;
   a.o = o;
   a.q = q;
   a.k_cache = k_cache;
@@ -69,16 +75,53 @@ KernelError decode(void* o, const void* q, const void* k_cache, const void* v_ca
   a.q_stride = s.q_stride;
   a.o_stride = s.o_stride;
   a.scale_log2 = s.scale * kLog2E;
-  const dim3 grid(static_cast<unsigned>(s.S * splits), static_cast<unsigned>(s.K * head_groups(s)));
-  const auto launch = [&](void (*kernel)(PagedArguments)) {
-    return launch_overlapped(kernel, grid, dim3(kDecodeThreads), static_cast<cudaStream_t>(stream), a);
-  };
-  if (dtype == DType::kF32) {
-    if (s.D <= 64) return launch(paged_decode_f32_kernel<2>);
-    return s.D <= 128 ? launch(paged_decode_f32_kernel<4>) : launch(paged_decode_f32_kernel<8>);
+  launch->grid = dim3(static_cast<unsigned>(s.S * splits), static_cast<unsigned>(s.K * head_groups(s)));
+  return kKernelOk;
+}
+
+KernelError run(const Launch& launch, void (*kernel)(PagedArguments), StreamHandle stream) {
+  return launch_overlapped(kernel, launch.grid, dim3(kDecodeThreads), static_cast<cudaStream_t>(stream), 0,
+                           launch.arguments);
+}
+
+template <bool kRotate>
+KernelError run_bf16(const Launch& launch, int64_t D, StreamHandle stream) {
+  if (D <= 64) return run(launch, paged_decode_bf16_kernel<1, kRotate>, stream);
+  if (D <= 128) return run(launch, paged_decode_bf16_kernel<2, kRotate>, stream);
+  return run(launch, paged_decode_bf16_kernel<4, kRotate>, stream);
+}
+
+KernelError decode(void* o, const void* q, const void* k_cache, const void* v_cache, const int32_t* block_tables,
+                   const int32_t* context_lens, const PagedShape& s, DType dtype, void* workspace,
+                   StreamHandle stream) {
+  if (s.S == 0) return kKernelOk;
+  Launch launch;
+  if (const KernelError error =
+          prepare(&launch, o, q, k_cache, v_cache, block_tables, context_lens, s, dtype, workspace);
+      error != kKernelOk) {
+    return error;
   }
-  if (s.D <= 64) return launch(paged_decode_bf16_kernel<1>);
-  return s.D <= 128 ? launch(paged_decode_bf16_kernel<2>) : launch(paged_decode_bf16_kernel<4>);
+  if (dtype == DType::kBF16) return run_bf16<false>(launch, s.D, stream);
+  if (s.D <= 64) return run(launch, paged_decode_f32_kernel<2>, stream);
+  return run(launch, s.D <= 128 ? paged_decode_f32_kernel<4> : paged_decode_f32_kernel<8>, stream);
+}
+
+bool layer_applies(int64_t N, int64_t C, int64_t F, int64_t D) {
+  return gemv_applies(N, C, 2 * F, DType::kBF16) && C <= kMaxNormWidth && D % 8 == 0 && D <= kMaxHeadSize;
+}
+
+KernelError rotate_and_decode(void* o, const void* qkv, void* k_cache, void* v_cache, const int32_t* block_tables,
+                              const int32_t* context_lens, const PagedShape& s, const DecodeRotation& rotation,
+                              void* workspace, StreamHandle stream) {
+  if (s.S == 0) return kKernelOk;
+  Launch launch;
+  if (const KernelError error =
+          prepare(&launch, o, qkv, k_cache, v_cache, block_tables, context_lens, s, DType::kBF16, workspace);
+      error != kKernelOk) {
+    return error;
+  }
+  launch.arguments.rotation = rotation;
+  return run_bf16<true>(launch, s.D, stream);
 }
 
 // One thread moves one Piece of a token's keys and the same of its values.
@@ -102,7 +145,7 @@ KernelError launch_write_kv(void* k_cache, void* v_cache, const void* k, const v
   const int64_t blocks = (N * row + kThreads - 1) / kThreads;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
   return launch_overlapped(write_kv_kernel<Piece>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
-                           static_cast<cudaStream_t>(stream), static_cast<Piece*>(k_cache),
+                           static_cast<cudaStream_t>(stream), 0, static_cast<Piece*>(k_cache),
                            static_cast<Piece*>(v_cache), static_cast<const Piece*>(k), static_cast<const Piece*>(v),
                            slots, N, row, k_stride, v_stride);
 }
@@ -126,6 +169,11 @@ KernelError write_kv(void* k_cache, void* v_cache, const void* k, const void* v,
 
 const PagedAttentionKernels& paged_attention() {
   static constexpr PagedAttentionKernels kTable{decode, decode_workspace_bytes, write_kv};
+  return kTable;
+}
+
+const DecodeLayerKernels& decode_layer() {
+  static constexpr DecodeLayerKernels kTable{layer_applies, norm_gemv, rotate_and_decode};
   return kTable;
 }
 

@@ -11,6 +11,7 @@
 
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/mma.cuh"
+#include "kernels/decode_layer.h"
 #include "kernels/paged_attention.h"
 
 namespace kintsugi::kernels::cuda {
@@ -36,14 +37,15 @@ struct PagedArguments {
   float2* partial_ml;  // (S, H, splits): maximum and sum
   int H, K, D, P, width, splits, head_groups;
   int64_t q_stride, o_stride;
-  float scale_log2;  // scores are kept in units of log 2
+  float scale_log2;         // scores are kept in units of log 2
+  DecodeRotation rotation;  // where q, k and v come raw
 };
 
 // What a block works on.
 struct DecodeItem {
   int sequence, split, first_head, num_heads, kv_head;
-  int begin, end;  // positions
-  int active;      // splits that have any position; at least 1
+  int length, begin, end;  // positions of the sequence, and this split's
+  int active;              // splits that have any position; at least 1
 
   __device__ explicit DecodeItem(const PagedArguments& a) {
     sequence = static_cast<int>(blockIdx.x) / a.splits;
@@ -52,7 +54,7 @@ struct DecodeItem {
     const int group = a.H / a.K, first = static_cast<int>(blockIdx.y) % a.head_groups * kHeadsPerBlock;
     first_head = kv_head * group + first;
     num_heads = min(kHeadsPerBlock, group - first);
-    const int length = a.context_lens[sequence];
+    length = a.context_lens[sequence];
     const int share = (length + a.splits - 1) / a.splits;
     const int chunk = max(1, (share + kSplitUnit - 1) / kSplitUnit) * kSplitUnit;
     begin = split * chunk;
@@ -65,6 +67,61 @@ struct DecodeItem {
 __device__ inline int64_t row_of(const PagedArguments& a, const DecodeItem& item, int position) {
   const int64_t block = a.block_tables[static_cast<int64_t>(item.sequence) * a.width + position / a.P];
   return ((block * a.P + position % a.P) * a.K + item.kv_head) * a.D;
+}
+
+// Turns one head's raw row into what attention reads, by one warp: RMSNorm where there is one, then RoPE, each rounded
+// as when it is a launch of its own. The new token stands at `position`.
+__device__ inline void rotate_row(__nv_bfloat16* out, const __nv_bfloat16* raw, const float* norm, int D, int position,
+                                  const DecodeRotation& how) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, half = D / 2;
+  float rstd = 1.0f;
+  if (norm != nullptr) {
+    float squares = 0.0f;
+    for (int d = lane; d < D; d += 32) {
+      const float x = __bfloat162float(raw[d]);
+      squares = fmaf(x, x, squares);
+    }
+    for (int offset = 16; offset > 0; offset /= 2) squares += __shfl_xor_sync(~0u, squares, offset);
+    rstd = rsqrtf(squares / static_cast<float>(D) + how.eps);
+  }
+  const float* const cos_sin = how.cos_sin + static_cast<int64_t>(position) * D;
+  for (int d = lane; d < half; d += 32) {
+    float a = __bfloat162float(raw[d]), b = __bfloat162float(raw[d + half]);
+    if (norm != nullptr) {
+      a = __bfloat162float(__float2bfloat16_rn(a * rstd * norm[d]));
+      b = __bfloat162float(__float2bfloat16_rn(b * rstd * norm[d + half]));
+    }
+    const float cosine = cos_sin[d], sine = cos_sin[d + half];
+    out[d] = __float2bfloat16_rn(fmaf(a, cosine, -b * sine));
+    out[d + half] = __float2bfloat16_rn(fmaf(b, cosine, a * sine));
+  }
+}
+
+// The block's query heads into `q`, and, by the block whose split holds the new token, its key and value into the
+// cache. Ends with a barrier.
+template <int kStride>
+__device__ void rotate_rows(__nv_bfloat16 (&q)[kHeadsPerBlock][kStride], const PagedArguments& a,
+                            const DecodeItem& item) {
+  const DecodeRotation& how = a.rotation;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int position = how.positions[item.sequence];
+  const int64_t slot = how.slots[item.sequence];
+  const auto* const raw = static_cast<const __nv_bfloat16*>(a.q) + item.sequence * a.q_stride;
+  for (int h = warp; h < item.num_heads; h += kDecodeWarps) {
+    rotate_row(q[h], raw + static_cast<int64_t>(item.first_head + h) * a.D, how.q_norm, a.D, position, how);
+  }
+  const bool writes = item.begin < item.length && item.length == item.end && slot >= 0;
+  const int64_t at = (slot * a.K + item.kv_head) * a.D;
+  if (writes && warp == kDecodeWarps - 1) {
+    const __nv_bfloat16* const k = raw + static_cast<int64_t>(a.H + item.kv_head) * a.D;
+    rotate_row(static_cast<__nv_bfloat16*>(const_cast<void*>(a.k_cache)) + at, k, how.k_norm, a.D, position, how);
+  }
+  if (writes && warp == kDecodeWarps - 2) {
+    const __nv_bfloat16* const v = raw + static_cast<int64_t>(a.H + a.K + item.kv_head) * a.D;
+    auto* const out = static_cast<__nv_bfloat16*>(const_cast<void*>(a.v_cache)) + at;
+    for (int d = lane; d < a.D; d += 32) out[d] = v[d];
+  }
+  __syncthreads();
 }
 
 // What the warps of a block leave, and room to join splits in.
@@ -137,11 +194,16 @@ __device__ void finish(const PagedArguments& a, const DecodeItem& item, DecodeSh
   }
 }
 
+template <bool kWritten>
+__device__ inline uint4 load_cache(const void* p) {
+  return kWritten ? load_stream_coherent(p) : load_stream(p);
+}
+
 // bf16 on the tensor cores. Scores: (16 positions, D) keys times (D, 8 heads) queries; output: (D, 16 positions)
 // values times (16 positions, 8 heads) weights. Both operands come straight from memory in 16-byte pieces: keys in
 // mma_32's order of k, values with rows d permuted (row r of step (j, i) is d = 64 j + 8 r + 2 i, row r + 8 is d + 1).
-//   kChunks: D <= 64 kChunks
-template <int kChunks>
+//   kChunks: D <= 64 kChunks. kRotate: q, k and v of the new token are raw (a.rotation).
+template <int kChunks, bool kRotate>
 __global__ void __launch_bounds__(kDecodeThreads) paged_decode_bf16_kernel(const PagedArguments a) {
   __shared__ DecodeShared<64 * kChunks> shared;
   allow_next();
@@ -155,8 +217,13 @@ __global__ void __launch_bounds__(kDecodeThreads) paged_decode_bf16_kernel(const
   const uint4 zero = make_uint4(0, 0, 0, 0);
 
   uint4 q[2 * kChunks];
-  const auto* const q_row = static_cast<const __nv_bfloat16*>(a.q) + item.sequence * a.q_stride +
-                            static_cast<int64_t>(item.first_head + r) * a.D;
+  const __nv_bfloat16* q_row = static_cast<const __nv_bfloat16*>(a.q) + item.sequence * a.q_stride +
+                               static_cast<int64_t>(item.first_head + r) * a.D;
+  if constexpr (kRotate) {
+    __shared__ alignas(16) __nv_bfloat16 rotated[kHeadsPerBlock][64 * kChunks + 8];
+    rotate_rows(rotated, a, item);
+    q_row = rotated[r];
+  }
 #pragma unroll
   for (int j = 0; j < 2 * kChunks; ++j) {
     const int d = 32 * j + 8 * c;
@@ -176,13 +243,15 @@ __global__ void __launch_bounds__(kDecodeThreads) paged_decode_bf16_kernel(const
     for (int j = 0; j < 2 * kChunks; ++j) {
       const int d = 32 * j + 8 * c;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) k[i][j] = k_rows[i] >= 0 && d < a.D ? load_stream(k_cache + k_rows[i] + d) : zero;
+      for (int i = 0; i < 2; ++i)
+        k[i][j] = k_rows[i] >= 0 && d < a.D ? load_cache<kRotate>(k_cache + k_rows[i] + d) : zero;
     }
 #pragma unroll
     for (int j = 0; j < kChunks; ++j) {
       const int d = 64 * j + 8 * r;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) v[i][j] = v_rows[i] >= 0 && d < a.D ? load_stream(v_cache + v_rows[i] + d) : zero;
+      for (int i = 0; i < 4; ++i)
+        v[i][j] = v_rows[i] >= 0 && d < a.D ? load_cache<kRotate>(v_cache + v_rows[i] + d) : zero;
     }
 
     float s[4] = {};

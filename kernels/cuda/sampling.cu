@@ -297,8 +297,8 @@ KernelError launch_sample(int32_t* ids, const void* logits, const SequenceSampli
                           int64_t S, int64_t V, StreamHandle stream) {
   const auto launch = [&](void (*kernel)(int32_t*, const T*, const SequenceSampling*, const int32_t*, int)) {
     return launch_overlapped(kernel, dim3(static_cast<unsigned>(S * kClusterBlocks)), dim3(kThreads),
-                             static_cast<cudaStream_t>(stream), ids, static_cast<const T*>(logits), sampling, positions,
-                             static_cast<int>(V));
+                             static_cast<cudaStream_t>(stream), 0, ids, static_cast<const T*>(logits), sampling,
+                             positions, static_cast<int>(V));
   };
   constexpr int64_t kStep = int64_t{kClusterBlocks} * kThreads;
   if (V <= 8 * kStep) return launch(sample_kernel<T, 8>);
@@ -341,7 +341,7 @@ KernelError advance(const DecodeInputs& inputs, const int32_t* drawn, int64_t S,
     return cudaErrorInvalidValue;
   }
   return launch_overlapped(advance_kernel, dim3(static_cast<unsigned>((S + 127) / 128)), dim3(128),
-                           static_cast<cudaStream_t>(stream), inputs, drawn, static_cast<int>(S),
+                           static_cast<cudaStream_t>(stream), 0, inputs, drawn, static_cast<int>(S),
                            static_cast<int>(kv_block_tokens), static_cast<int>(block_table_width));
 }
 

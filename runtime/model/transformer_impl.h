@@ -65,6 +65,19 @@ class TransformerImpl final : public Transformer {
   Status activation_forward(const Pass& pass, LayerActivations& a, Stream& stream);
   Status final_norm(const Pass& pass, const UnitWeights& w, Stream& stream);
   Status logits_of(void* logits, const void* h, int64_t N, const UnitWeights& head, UnitAccess& access, Stream& stream);
+  // A decode step in few launches, where the kernels have them.
+  bool decodes_by_layer(int64_t S) const;
+  Status decode_by_layer(void* logits, const Pass& pass, UnitAccess& access, Stream& stream);
+  // The residual stream goes from one buffer to the other, because every block of a launch reads it while one writes
+  // it.
+  struct DecodeStreams {
+    void* present;
+    void* next;
+  };
+  Status decode_linear(void* y, DecodeStreams& streams, const void* branch, const float* norm, const void* matrix,
+                       const float* bias, int64_t N, int64_t O, bool swiglu, Stream& stream);
+  Status decode_block(const Pass& pass, int64_t l, const UnitWeights& w, DecodeStreams& streams, Stream& stream);
+  Status decode_attention(const Pass& pass, int64_t l, const UnitWeights& w, LayerActivations& a, Stream& stream);
   // y = norm(stream) where stream = branch + residual, or stream as it is when residual is null.
   struct NormOutputs {
     void* stream;
