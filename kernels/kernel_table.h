@@ -12,6 +12,7 @@
 #include "kernels/norm.h"
 #include "kernels/optimizer.h"
 #include "kernels/paged_attention.h"
+#include "kernels/random.h"
 #include "kernels/reduce.h"
 #include "kernels/rope.h"
 #include "kernels/sampling.h"
@@ -35,6 +36,7 @@ struct KernelTable {
   // What a KernelError of this implementation means: "invalid argument (cudaErrorInvalidValue)".
   std::string (*error_text)(KernelError error);
   const DecodeLayerKernels* decode_layer = nullptr;  // null: a decode step takes the families one by one
+  const RandomKernels* random = nullptr;  // null: this implementation draws on the host
 };
 
 namespace reference { const KernelTable& kernels(); }

@@ -16,9 +16,9 @@ std::string error_text(KernelError error) {
 }  // namespace
 
 const KernelTable& kernels() {
-  static const KernelTable kTable{&gemm(),       &attention(), &paged_attention(), &norm(),        &rope(),
-                                  &activation(), &embedding(), &cross_entropy(),   &optimizer(),   &reduce(),
-                                  &sampling(),   &vote(),      error_text,         &decode_layer()};
+  static const KernelTable kTable{&gemm(),       &attention(), &paged_attention(), &norm(),         &rope(),
+                                  &activation(), &embedding(), &cross_entropy(),   &optimizer(),    &reduce(),
+                                  &sampling(),   &vote(),      error_text,         &decode_layer(), &random()};
   return kTable;
 }
 

@@ -5,6 +5,7 @@
 #include <bit>
 #include <cmath>
 
+#include "runtime/backend.h"
 #include "runtime/base/philox.h"
 #include "runtime/model/param_table.h"
 
@@ -138,6 +139,33 @@ void init_parameters(float* out, const ParamTable& table, uint64_t seed, int64_t
       fill_normal(out + (lo - begin), seed, lo, hi - lo, t.init_std);
     }
   }
+}
+
+Status init_parameters(float* out, const ParamTable& table, uint64_t seed, Backend& backend, Stream& stream) {
+  const kernels::KernelTable& k = backend.kernels();
+  if (k.random == nullptr) {
+    init_parameters(out, table, seed, 0, table.total_length());
+    return ok_status();
+  }
+  KTG_RETURN_IF_ERROR(backend.zero(out, table.total_length() * static_cast<int64_t>(sizeof(float)), stream));
+  for (const TensorInfo& t : table.tensors()) {
+    if (t.init != Init::kNormal) continue;
+    KTG_RETURN_IF_ERROR(stream.launched(
+        k.random->fill_normal(out + t.offset, seed, static_cast<uint32_t>(RandomPurpose::kInitialWeights), t.offset,
+                              t.numel, t.init_std, stream.handle()),
+        "initial weights"));
+  }
+  std::vector<float> ones;
+  for (const TensorInfo& t : table.tensors()) {
+    if (t.init == Init::kOne) ones.resize(std::max(ones.size(), static_cast<size_t>(t.numel)), 1.0f);
+  }
+  for (const TensorInfo& t : table.tensors()) {
+    if (t.init != Init::kOne) continue;
+    const auto bytes = t.numel * static_cast<int64_t>(sizeof(float));
+    KTG_RETURN_IF_ERROR(backend.copy(out + t.offset, ones.data(), bytes, stream));
+  }
+  // The copies read `ones`.
+  return stream.synchronize(Deadline::after(std::chrono::seconds(60)));
 }
 
 }  // namespace kintsugi::runtime

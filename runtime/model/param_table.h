@@ -16,6 +16,9 @@
 
 namespace kintsugi::runtime {
 
+class Backend;
+class Stream;
+
 enum class Init { kZero, kOne, kNormal };
 
 struct TensorInfo {
@@ -58,5 +61,8 @@ class ParamTable {
 // Initial weights of flat elements [begin, begin + count) into `out`. Counter based (Philox 4x32-10, Salmon et al.,
 // SC 2011), keyed by (seed, purpose, global element index): the same whatever the layout, rank or thread count.
 void init_parameters(float* out, const ParamTable& table, uint64_t seed, int64_t begin, int64_t count);
+// The same bits for the whole space in memory of `backend`, drawn by its kernels where they can; otherwise drawn here,
+// and `out` is memory that the host writes. Waits for `stream`.
+Status init_parameters(float* out, const ParamTable& table, uint64_t seed, Backend& backend, Stream& stream);
 
 }  // namespace kintsugi::runtime
