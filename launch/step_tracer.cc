@@ -63,12 +63,15 @@ void StepTracer::begin(int64_t step) {
     recording_ = started.ok();
     if (!recording_ && options_.print) options_.print(fmt::format("trace: without kernels: {}", started.message()));
   }
+  end_step();
   // Steps beyond the stretch are named, too, while it is recorded: theirs must not count as its last one's.
   if (recording_) device_->begin_step(step);
+  in_step_ = recording_;
 }
 
-void StepTracer::queued() {
-  if (recording_) device_->end_step();
+void StepTracer::end_step() {
+  if (in_step_) device_->end_step();
+  in_step_ = false;
 }
 
 Status StepTracer::write(int64_t step, int64_t generation, std::span<const trace::Timeline* const> timelines,
@@ -88,6 +91,7 @@ Status StepTracer::write(int64_t step, int64_t generation, std::span<const trace
 }
 
 Status StepTracer::write_device(std::span<const trace::Timeline* const> timelines) {
+  end_step();
   recording_ = false;
   Result<std::vector<trace::DeviceActivity>> activities = device_->stop();
   if (!activities.ok()) {
@@ -111,8 +115,8 @@ Status StepTracer::write_device(std::span<const trace::Timeline* const> timeline
 
 void StepTracer::abandon() {
   if (!recording_) return;
+  end_step();
   recording_ = false;
-  device_->end_step();
   static_cast<void>(device_->stop());
 }
 

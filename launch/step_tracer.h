@@ -3,9 +3,8 @@
 // the console and in rank-<r>-profile.json. Steps that follow each other are recorded as one stretch, and the device is
 // waited for at its end only. One thread drives it.
 //
-//   tracer.begin(step);                       // of every step, traced or not, before its first launch
+//   tracer.begin(step);  // of every step, traced or not, before its first launch
 //   ... everything of the step is queued ...
-//   tracer.queued();
 //   if (tracer.traced(step)) tracer.write(step, generation, timelines, drain);
 #pragma once
 
@@ -28,8 +27,8 @@ namespace kintsugi::launch {
 
 struct StepTracerOptions {
   int rank = 0;
-  std::string out_dir;                               // empty: no step is traced
-  std::vector<int64_t> steps;                        // metrics.trace_steps
+  std::string out_dir = {};                          // empty: no step is traced
+  std::vector<int64_t> steps = {};                   // metrics.trace_steps
   bool device = false;                               // the steps run on a GPU
   trace::StepWork work = {};                         // of a step of this rank
   double peak_tflops = 0;                            // of this rank's device; 0: from its properties
@@ -43,7 +42,6 @@ class StepTracer {
   explicit StepTracer(StepTracerOptions options);
   bool traced(int64_t step) const;
   void begin(int64_t step);
-  void queued();
   // Adds the closed spans of `timelines`; after the last step of a stretch waits by `drain` for what is queued, and
   // adds what the device did. Errors: those of the file, and drain's.
   Status write(int64_t step, int64_t generation, std::span<const trace::Timeline* const> timelines,
@@ -55,11 +53,13 @@ class StepTracer {
 
  private:
   Status write_device(std::span<const trace::Timeline* const> timelines);
+  void end_step();
   std::string path(const std::string& suffix) const;
 
   const StepTracerOptions options_;
   std::unique_ptr<trace::DeviceTrace> device_;
   bool recording_ = false;
+  bool in_step_ = false;
   std::optional<trace::TraceFile> file_;
 };
 

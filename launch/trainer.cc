@@ -95,6 +95,7 @@ Status TrainerImpl::build() {
     KTG_RETURN_IF_ERROR(
         check_device_memory(config_, environment_.world_size, *backend_, backend_->library_bytes() + heap_bytes));
   }
+  tracer_ = create_tracer();
   plan_ = plan_memory(config_, environment_.world_size, backend_.get());
   KTG_ASSIGN_OR_RETURN(stream_, backend_->create_stream());
   KTG_ASSIGN_OR_RETURN(update_stream_, backend_->create_stream());
@@ -172,10 +173,11 @@ Status TrainerImpl::build() {
 
 // Phases are timed in every step, what lies inside them in those of metrics.trace_steps.
 void TrainerImpl::begin_timeline(int64_t step) {
-  const std::vector<int64_t>& traced = config_.metrics.trace_steps;
-  traced_ = !environment_.out_dir.empty() && std::find(traced.begin(), traced.end(), step) != traced.end();
   timeline_.clear();
   communication_timeline_.clear();
+  traced_ = tracer_->traced(step);
+  tracer_->begin(step);
+  timeline_.set_listener(traced_ ? tracer_->listener() : nullptr);
   parallel_->set_timelines(traced_ ? &timeline_ : nullptr, traced_ ? &communication_timeline_ : nullptr);
 }
 

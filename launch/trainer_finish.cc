@@ -46,7 +46,7 @@ Status TrainerImpl::complete_step(const VoteOutcome& vote, bool timed) {
     timed_tokens_ += vote.num_tokens;
     timed_ns_ += times.total_ns;
   }
-  if (traced_) KTG_RETURN_IF_ERROR(write_trace());
+  if (traced_) KTG_RETURN_IF_ERROR(write_trace(vote.step));
   if (environment_.rank != 0) return ok_status();
   StepReport report{.vote = vote,
                     .generation = generation_,
@@ -101,20 +101,28 @@ StepTimes TrainerImpl::step_times() {
   return times;
 }
 
-// One file a process, so that a killed rank's spans stay beside its replacement's. All ranks count from the zero of
-// CLOCK_MONOTONIC.
-Status TrainerImpl::write_trace() {
-  FileSystem& fs = FileSystem::posix();
-  if (!trace_file_) {
-    const std::string dir = join_path(environment_.out_dir, "trace");
-    KTG_RETURN_IF_ERROR(fs.create_dirs(dir));
-    KTG_ASSIGN_OR_RETURN(
-        trace_file_, trace::TraceFile::create(
-                         fs, join_path(dir, fmt::format("rank-{}-generation-{}.json", environment_.rank, generation_)),
-                         environment_.rank, fmt::format("rank {}", environment_.rank), /*origin_ns=*/0));
-  }
+std::unique_ptr<StepTracer> TrainerImpl::create_tracer() const {
+  const int64_t tokens = layout_.num_micro_steps * layout_.micro_batch * config_.training.seq_len;
+  const trace::StepShape shape{.tokens = tokens,
+                               .seq_len = config_.training.seq_len,
+                               .element_bytes = kernels::size_of(config_.dtype()),
+                               .updated_parameters = runtime::ParamTable::build(config_.model).total_length()};
+  return std::make_unique<StepTracer>(
+      StepTracerOptions{.rank = environment_.rank,
+                        .out_dir = environment_.out_dir,
+                        .steps = config_.metrics.trace_steps,
+                        .device = backend_->kind() == runtime::DeviceKind::kCuda,
+                        .work = trace::step_work(config_.model, shape),
+                        .peak_tflops = config_.metrics.peak_tflops / environment_.world_size,
+                        .print = [link = environment_.link](std::string_view text) {
+                          // A console that cannot be reached is found out by what must be told.
+                          static_cast<void>(link->publish("log", text));
+                        }});
+}
+
+Status TrainerImpl::write_trace(int64_t step) {
   const trace::Timeline* const timelines[] = {&timeline_, &communication_timeline_};
-  return trace_file_->write(timelines);
+  return tracer_->write(step, generation_, timelines, [this] { return stream_->synchronize(collective_deadline()); });
 }
 
 // Copies this rank's shard of the state into a slot that its agent can read; a writer takes it from there.

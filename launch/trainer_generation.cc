@@ -37,6 +37,7 @@ std::vector<std::string> changed_keys(const RunConfig& now, const RunConfig& the
 
 Status TrainerImpl::enter_generation(const Verdict& verdict) {
   generation_ = verdict.generation;
+  tracer_->abandon();
   stop_ = environment_.link->stop_token(generation_);
   stream_->set_stop_token(stop_);
   owed_.reset();
@@ -105,13 +106,10 @@ Status TrainerImpl::take_state(const Verdict& verdict) {
 Status TrainerImpl::start_fresh() {
   runtime::TrainState& s = state();
   const auto seed = static_cast<uint64_t>(config_.training.seed);
-  KTG_RETURN_IF_ERROR(write_flat(s.weights, [&](float* out, int64_t begin, int64_t count) {
-    runtime::init_parameters(out, model_->params(), seed, begin, count);
-    return stop_.requested() ? aborted("stopped while the state was initialised") : ok_status();
-  }));
-  const int64_t bytes = s.length * static_cast<int64_t>(sizeof(float));
-  KTG_RETURN_IF_ERROR(backend_->zero(s.m, bytes, *stream_));
-  KTG_RETURN_IF_ERROR(backend_->zero(s.v, bytes, *stream_));
+  KTG_RETURN_IF_ERROR(runtime::init_parameters(s.weights, model_->params(), seed, *backend_, *stream_));
+  for (float* const moments : {s.m, s.v}) {
+    KTG_RETURN_IF_ERROR(backend_->zero(moments, s.length * static_cast<int64_t>(sizeof(float)), *stream_));
+  }
   KTG_RETURN_IF_ERROR(parallel_->weights_changed(*stream_));
   s.step = 0;
   s.cursor = 0;

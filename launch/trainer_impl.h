@@ -11,11 +11,11 @@
 #include "launch/fault_plan.h"
 #include "launch/memory_plan.h"
 #include "launch/step_report.h"
+#include "launch/step_tracer.h"
 #include "launch/trainer.h"
 #include "parallel/data_parallel.h"
 #include "runtime/model/transformer.h"
 #include "runtime/trace/timeline.h"
-#include "runtime/trace/trace_file.h"
 
 namespace kintsugi::launch {
 
@@ -126,10 +126,11 @@ class TrainerImpl final : public Trainer {
   Result<RunOutcome> save_and_leave();
   Result<RunOutcome> finish();
   Result<std::string> state_sha256();
+  std::unique_ptr<StepTracer> create_tracer() const;
   void begin_timeline(int64_t step);
   StepTimes step_times();
   int64_t device_bytes_used() const;
-  Status write_trace();
+  Status write_trace(int64_t step);
   std::string summary(const std::string& sha256) const;
 
   bool snapshot_due(int64_t step) const;
@@ -183,7 +184,7 @@ class TrainerImpl final : public Trainer {
   // Spans of the step: its phases, and what parallel_ adds in a traced step.
   trace::Timeline timeline_{"step", kTimelineSpans}, communication_timeline_{"communication", kTimelineSpans};
   bool traced_ = false;
-  std::optional<trace::TraceFile> trace_file_;
+  std::unique_ptr<StepTracer> tracer_;
 };
 
 }  // namespace kintsugi::launch

@@ -48,7 +48,6 @@ TEST_F(StepTracerTest, TheHostsSpansOfEachTracedStepAreInTheFile) {
     tracer.begin(step);
     timeline.clear();
     timeline.add("forward", 1000 * step, 1000 * step + 500, step);
-    tracer.queued();
     if (!tracer.traced(step)) continue;
     const trace::Timeline* const timelines[] = {&timeline};
     ASSERT_TRUE(tracer.write(step, 5, timelines, [&] { return ++drained, ok_status(); }).ok());
