@@ -12,10 +12,12 @@
 #include <string_view>
 
 #include "comm/host/shared_segment.h"
+#include "comm/nccl/nccl_environment.h"
 #include "launch/agent.h"
 #include "launch/checkpoint_writer.h"
 #include "launch/console.h"
 #include "launch/exit_code.h"
+#include "launch/gpu_worker.h"
 #include "launch/memory_plan.h"
 #include "launch/rank_facts.h"
 #include "launch/run_config.h"
@@ -35,6 +37,7 @@ Result<AgentConfig> configure(const TrainOptions& options, int world_size) {
   KTG_ASSIGN_OR_RETURN(RunConfig config, RunConfig::load(options.config_path, options.sets));
   KTG_RETURN_IF_ERROR(config.resolve_device());
   KTG_RETURN_IF_ERROR(config.validate(world_size));
+  if (config.on_cuda() && world_size > 1) KTG_RETURN_IF_ERROR(comm::check_nccl_config(config.comm));
   if (config.fault.kill.size() > kMaxFaultEntries) {
     return invalid_argument(
         fmt::format("fault.kill: {} entries, at most {}", config.fault.kill.size(), kMaxFaultEntries));
@@ -135,9 +138,13 @@ Result<TrainerHolder> create_trainer(ChildContext& context, WorkerLink& link) {
   env.cache_dir = cache_dir();
   env.warm_up = context.setup.is_spare != 0;
   use_segments(env, std::move(views), config.comm);
+  std::shared_ptr<void> gpu;
+  if (config.on_cuda()) {
+    KTG_ASSIGN_OR_RETURN(gpu, use_gpu(env, config, *context.page));
+  }
   TrainerHolder holder;
   KTG_ASSIGN_OR_RETURN(holder.trainer, Trainer::create(config, env));
-  holder.keeps_alive = std::move(segments);
+  holder.keeps_alive = std::make_shared<std::pair<decltype(segments), decltype(gpu)>>(segments, gpu);
   return holder;
 }
 

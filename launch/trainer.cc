@@ -183,7 +183,7 @@ void TrainerImpl::begin_timeline(int64_t step) {
 
 Result<RunOutcome> TrainerImpl::run() {
   const Result<RunOutcome> outcome = run_steps();
-  if (!outcome.ok()) KTG_RETURN_IF_ERROR(leave_generation());
+  if (!outcome.ok() && outcome.status().code() != StatusCode::kDeviceLost) KTG_RETURN_IF_ERROR(leave_generation());
   return outcome;
 }
 

@@ -42,7 +42,8 @@ Status TrainerImpl::enter_generation(const Verdict& verdict) {
   stream_->set_stop_token(stop_);
   owed_.reset();
   const Status entered = explained(enter(verdict));
-  if (!entered.ok()) KTG_RETURN_IF_ERROR(leave_generation());
+  // A lost device cannot be asked for anything any more.
+  if (!entered.ok() && entered.code() != StatusCode::kDeviceLost) KTG_RETURN_IF_ERROR(leave_generation());
   return entered;
 }
 
@@ -68,6 +69,8 @@ Status TrainerImpl::enter(const Verdict& verdict) {
     KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kStartUp, verdict.committed_step + 1));
   }
   KTG_RETURN_IF_ERROR(take_state(verdict));
+  // NCCL has been connecting meanwhile.
+  if (device_communicator_) KTG_RETURN_IF_ERROR(device_communicator_->barrier(collective_deadline()));
   environment_.link->entered(EntryMilestone::kState);
   return ok_status();
 }

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 #include <sys/prctl.h>
+#include <unistd.h>
 
 #include <optional>
 #include <thread>
@@ -102,7 +103,9 @@ int train(Trainer& trainer, ProcessWorkerLink& link) {
       if (!link.bad_checkpoint(outcome.status()).ok()) return kExitFailure;
       continue;
     }
-    if (code == StatusCode::kDeviceLost) return kExitFailure;  // a replacement can do what this process cannot
+    // A replacement can do what this process cannot. It ends as if it had been killed: that is noticed at once, and
+    // nothing is asked of the device any more.
+    if (code == StatusCode::kDeviceLost) ::_exit(kExitFailure);
     if (code != StatusCode::kUnavailable && code != StatusCode::kDeadlineExceeded) return fail(link, outcome.status());
     // The communicator failed though nobody is known to be dead: a new generation shows who still answers.
     if (const Status told = link.trouble(outcome.status()); !told.ok()) return kExitFailure;

@@ -132,7 +132,7 @@ class GpuWorld {
     KTG_CHECK(pid >= 0);
     if (pid == 0) {
       ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-      // Its address space is a copy: what the parent's printers hold must not be printed twice.
+      ::setvbuf(stdout, nullptr, _IOLBF, 0);  // what a killed rank said counts
       {
         GpuRank seat(rank, world_size_, heap_bytes_, fds_, *page_);
         body(seat);
