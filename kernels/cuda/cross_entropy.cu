@@ -96,44 +96,53 @@ struct Loss {
 
 constexpr int kRowThreads = 256;  // 8 rows a block
 
-template <class T, int kVec, int kPacks, bool kBackward>
+// A warp takes kRows rows, whose packs are all loading before the first is used.
+template <class T, int kVec, int kPacks, int kRows, bool kBackward>
 __global__ void __launch_bounds__(kRowThreads) warp_rows_kernel(Loss<T> a) {
   using P = Packed<T, kVec>;
-  const int64_t n = int64_t{blockIdx.x} * (kRowThreads / 32) + threadIdx.x / 32;
+  const int64_t n = (int64_t{blockIdx.x} * (kRowThreads / 32) + threadIdx.x / 32) * kRows;
   if (n >= a.N) return;
-  const int32_t lane = static_cast<int32_t>(threadIdx.x) & 31, target = a.targets[n];
-  T* row = a.logits + n * a.V;
-  if (target == kIgnoredTarget) {
-    if (lane == 0) a.losses[n] = 0.0f;
-    if constexpr (kBackward) {
-      for (int32_t c = lane * kVec; c < a.V; c += 32 * kVec) P::zero().store(row + c);
-    }
-    return;
-  }
-  const float target_logit = static_cast<float>(row[target]);
-  P packs[kPacks];
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) & 31;
+  const auto column = [&](int k) { return (lane + 32 * k) * kVec; };
+  P packs[kRows][kPacks];
+  int32_t targets[kRows];
+  float target_logits[kRows];
 #pragma unroll
-  for (int k = 0; k < kPacks; ++k) {
-    const int32_t c = (lane + 32 * k) * kVec;
-    if (c < a.V) packs[k] = P::load(row + c);
-  }
-  Softmax softmax;
-#pragma unroll
-  for (int k = 0; k < kPacks; ++k) {
-    if ((lane + 32 * k) * kVec >= a.V) continue;
-    float v[kVec];
-    packs[k].get(v);
-    softmax.add(v);
-  }
-  softmax.merge_lanes();
-  if (lane == 0) a.losses[n] = softmax.log_sum() - target_logit;
-  if constexpr (kBackward) {
-    __syncwarp();  // target_logit is read before it is overwritten
-    const RowGradient gradient(softmax, target);
+  for (int r = 0; r < kRows; ++r) {
+    if (n + r >= a.N) continue;
+    targets[r] = a.targets[n + r];
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
-      const int32_t c = (lane + 32 * k) * kVec;
-      if (c < a.V) gradient.of(packs[k], c).store(row + c);
+      if (column(k) < a.V) packs[r][k] = P::load(a.logits + (n + r) * a.V + column(k));
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (n + r >= a.N || targets[r] == kIgnoredTarget) continue;
+    target_logits[r] = static_cast<float>(a.logits[(n + r) * a.V + targets[r]]);
+  }
+  __syncwarp();  // all target logits are read before they are overwritten
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (n + r >= a.N) continue;
+    T* row = a.logits + (n + r) * a.V;
+    const bool ignored = targets[r] == kIgnoredTarget;
+    Softmax softmax;
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      if (column(k) >= a.V) continue;
+      float v[kVec];
+      packs[r][k].get(v);
+      softmax.add(v);
+    }
+    softmax.merge_lanes();
+    if (lane == 0) a.losses[n + r] = ignored ? 0.0f : softmax.log_sum() - target_logits[r];
+    if constexpr (kBackward) {
+      const RowGradient gradient(softmax, targets[r]);
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) {
+        if (column(k) < a.V) (ignored ? P::zero() : gradient.of(packs[r][k], column(k))).store(row + column(k));
+      }
     }
   }
 }
@@ -298,15 +307,16 @@ KernelError launch(const Loss<T>& a, StreamHandle stream) {
     return launch_error();
   }
   const int32_t packs = a.V / kVec;
-  const auto warps = [&](auto num_packs) {
-    warp_rows_kernel<T, kVec, num_packs.value, kBackward>
-        <<<static_cast<uint32_t>(ceil_div(a.N, kRowThreads / 32)), kRowThreads, 0, stream_of(stream)>>>(a);
+  const auto warps = [&](auto num_packs, auto num_rows) {
+    const int64_t warp_blocks = ceil_div(a.N, kRowThreads / 32 * num_rows.value);
+    warp_rows_kernel<T, kVec, num_packs.value, num_rows.value, kBackward>
+        <<<static_cast<uint32_t>(warp_blocks), kRowThreads, 0, stream_of(stream)>>>(a);
     return launch_error();
   };
-  if (packs <= 32) return warps(std::integral_constant<int, 1>{});
-  if (packs <= 64) return warps(std::integral_constant<int, 2>{});
-  if (packs <= 128) return warps(std::integral_constant<int, 4>{});
-  if (packs <= 256) return warps(std::integral_constant<int, 8>{});
+  if (packs <= 32) return warps(std::integral_constant<int, 1>{}, std::integral_constant<int, 4>{});
+  if (packs <= 64) return warps(std::integral_constant<int, 2>{}, std::integral_constant<int, 2>{});
+  if (packs <= 128) return warps(std::integral_constant<int, 4>{}, std::integral_constant<int, 1>{});
+  if (packs <= 256) return warps(std::integral_constant<int, 8>{}, std::integral_constant<int, 1>{});
   if (kBackward && ceil_div(packs, kMaxCluster) * 16 <= kMostBytes) return launch_clusters(a, stream);
   stream_rows_kernel<T, kVec, kBackward><<<blocks, kStreamThreads, 0, stream_of(stream)>>>(a);
   return launch_error();

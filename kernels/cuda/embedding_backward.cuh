@@ -4,29 +4,35 @@
 //
 // 1. count: how many tokens each row has, and a provisional place of each among them (integer atomics; the place is
 //    not repeatable and decides nothing).
-// 2. place: where each row's list begins (again not repeatable), and which rows are long: more than kShortTokens.
+// 2. place: where each row's list begins (again not repeatable), and which rows are middling, with more than
+//    kShortTokens, and which long, with more than kMiddleTokens.
 // 3. scatter: tokens into their lists.
-// 4. order: the lists of long rows in ascending order. Short ones are ordered by the warp that adds them up.
-// 5. sum: a warp a short row, ascending; blocks for stretches of 64 columns of long rows, whose 32 lanes of tokens
-//    take every 32nd token and are then added up in order.
+// 4. order: the lists of middling and long rows in ascending order. Short ones are ordered by the warp that adds them.
+// 5. sum: a warp a short row, ascending; blocks for stretches of columns of the others, in which every 8th or 32nd
+//    token is added up, and then these sums in order.
+// Each kernel of the chain is launched before the one in front of it has ended, and waits for that.
 #pragma once
 
 #include "kernels/cuda/device.cuh"
+#include "kernels/cuda/launch.cuh"
 
 namespace kintsugi::kernels::cuda {
 
 inline constexpr int kShortTokens = 32;  // a warp's lanes
+inline constexpr int kMiddleTokens = 512;
 
 // Pieces of the workspace.
 struct TokenLists {
   int64_t N, rows;
-  int32_t* counts;    // (rows); with the two below zeroed in front of each call
-  int32_t* cursor;    // end of the lists placed so far
-  int32_t* num_long;  // long rows
-  int32_t* begins;    // (rows) of each row's list
-  int32_t* places;    // (N) of a token in its row's list
-  int32_t* tokens;    // (N) the lists
-  int32_t* ordered;   // (N) lists of long rows in ascending order
+  int32_t* counts;      // (rows); with the three below zeroed in front of each call
+  int32_t* cursor;      // end of the lists placed so far
+  int32_t* num_middle;  // middling rows
+  int32_t* num_long;
+  int32_t* begins;   // (rows) of each row's list
+  int32_t* places;   // (N) of a token in its row's list
+  int32_t* tokens;   // (N) the lists
+  int32_t* ordered;  // (N) lists of middling and long rows in ascending order
+  int32_t* middle_rows;
   int32_t* long_rows;
   int64_t zeroed_bytes;
   int64_t bytes;
@@ -44,13 +50,15 @@ inline TokenLists token_lists(int64_t N, int64_t rows, void* workspace) {
   };
   l.counts = take(rows);
   l.cursor = take(1);
+  l.num_middle = take(1);
   l.num_long = take(1);
   l.zeroed_bytes = used * static_cast<int64_t>(sizeof(int32_t));
   l.begins = take(rows);
   l.places = take(N);
   l.tokens = take(N);
   l.ordered = take(N);
-  l.long_rows = take(N / (kShortTokens + 1) + 1);
+  l.middle_rows = take(N / (kShortTokens + 1) + 1);
+  l.long_rows = take(N / (kMiddleTokens + 1) + 1);
   l.bytes = used * static_cast<int64_t>(sizeof(int32_t));
   return l;
 }
@@ -58,6 +66,7 @@ inline TokenLists token_lists(int64_t N, int64_t rows, void* workspace) {
 inline constexpr int kListThreads = 256;
 
 __global__ void __launch_bounds__(kListThreads) count_tokens_kernel(TokenLists l, const int32_t* ids) {
+  allow_next();
   const int64_t n = int64_t{blockIdx.x} * kListThreads + threadIdx.x;
   const uint32_t active = __ballot_sync(0xffffffffu, n < l.N);
   if (n >= l.N) return;
@@ -96,6 +105,8 @@ __device__ inline int32_t exclusive_sum(int32_t x, int32_t& total) {
 
 __global__ void __launch_bounds__(kListThreads) place_lists_kernel(TokenLists l) {
   __shared__ int32_t begin;
+  wait_for_previous();
+  allow_next();
   const int64_t row = int64_t{blockIdx.x} * kListThreads + threadIdx.x;
   const int32_t count = row < l.rows ? l.counts[row] : 0;
   int32_t total = 0;
@@ -104,10 +115,16 @@ __global__ void __launch_bounds__(kListThreads) place_lists_kernel(TokenLists l)
   __syncthreads();
   if (row >= l.rows) return;
   l.begins[row] = begin + before;
-  if (count > kShortTokens) l.long_rows[atomicAdd(l.num_long, 1)] = static_cast<int32_t>(row);
+  if (count > kMiddleTokens) {
+    l.long_rows[atomicAdd(l.num_long, 1)] = static_cast<int32_t>(row);
+  } else if (count > kShortTokens) {
+    l.middle_rows[atomicAdd(l.num_middle, 1)] = static_cast<int32_t>(row);
+  }
 }
 
 __global__ void __launch_bounds__(kListThreads) scatter_tokens_kernel(TokenLists l, const int32_t* ids) {
+  wait_for_previous();
+  allow_next();
   const int64_t n = int64_t{blockIdx.x} * kListThreads + threadIdx.x;
   if (n < l.N) l.tokens[l.begins[ids[n]] + l.places[n]] = static_cast<int32_t>(n);
 }
@@ -144,9 +161,11 @@ __device__ inline void order_by_bitmap(const int32_t* list, int32_t count, int32
 
 __global__ void __launch_bounds__(kListThreads) order_lists_kernel(TokenLists l) {
   __shared__ uint32_t words[kOrderWords];
-  const int32_t num_long = *l.num_long;
-  for (int32_t i = static_cast<int32_t>(blockIdx.x); i < num_long; i += static_cast<int32_t>(gridDim.x)) {
-    const int32_t row = l.long_rows[i], count = l.counts[row];
+  wait_for_previous();
+  allow_next();
+  const int32_t num_long = *l.num_long, num_lists = num_long + *l.num_middle;
+  for (int32_t i = static_cast<int32_t>(blockIdx.x); i < num_lists; i += static_cast<int32_t>(gridDim.x)) {
+    const int32_t row = i < num_long ? l.long_rows[i] : l.middle_rows[i - num_long], count = l.counts[row];
     const int32_t* list = l.tokens + l.begins[row];
     int32_t* out = l.ordered + l.begins[row];
     if (count > kOrderByCounting) {
@@ -172,10 +191,13 @@ inline KernelError list_tokens(const TokenLists& l, const int32_t* ids, StreamHa
   const auto by_token = static_cast<uint32_t>(ceil_div(l.N, kListThreads));
   const auto by_row = static_cast<uint32_t>(ceil_div(l.rows, kListThreads));
   count_tokens_kernel<<<by_token, kListThreads, 0, stream_of(stream)>>>(l, ids);
-  place_lists_kernel<<<by_row, kListThreads, 0, stream_of(stream)>>>(l);
-  scatter_tokens_kernel<<<by_token, kListThreads, 0, stream_of(stream)>>>(l, ids);
-  order_lists_kernel<<<kOrderBlocks, kListThreads, 0, stream_of(stream)>>>(l);
-  return launch_error();
+  const auto next = [&](auto kernel, uint32_t blocks, auto... arguments) {
+    return launch_overlapped(kernel, blocks, kListThreads, stream_of(stream), arguments...);
+  };
+  cudaError_t error = next(place_lists_kernel, by_row, l);
+  if (error == cudaSuccess) error = next(scatter_tokens_kernel, by_token, l, ids);
+  if (error == cudaSuccess) error = next(order_lists_kernel, kOrderBlocks, l);
+  return error != cudaSuccess ? error : launch_error();
 }
 
 template <class T>
@@ -187,21 +209,22 @@ struct EmbeddingSum {
 };
 
 inline constexpr int kSumThreads = 256;
-inline constexpr int kColumnLanes = 8;                          // of long rows: 8 packs of neighbouring columns
-inline constexpr int kTokenLanes = kSumThreads / kColumnLanes;  // and as many tokens side by side
-inline constexpr int kLongBlocks = 6 * kMultiprocessors;
+inline constexpr int kListBlocks = 6 * kMultiprocessors;  // that take middling and long rows
+inline constexpr int kRowsOfWarp = 4;
 
-// One stretch of columns of one long row: item `item` of the list of all.
-template <class T, int kVec>
-__device__ inline void sum_long_stretch(const EmbeddingSum<T>& a, const TokenLists& l, int32_t item, int32_t stretches,
-                                        float (*sums)[kColumnLanes * kVec + 1]) {
+// One stretch of kColumnLanes packs of columns of one row: kSumThreads / kColumnLanes lanes of tokens take every so
+// manieth token each, then their sums are added up in order.
+template <class T, int kVec, int kColumnLanes>
+__device__ inline void sum_stretch(const EmbeddingSum<T>& a, const TokenLists& l, int32_t row, int32_t stretch,
+                                   float* sums) {
   using P = Packed<T, kVec>;
   constexpr int kInFlight = 4;
-  const int32_t row = l.long_rows[item / stretches], count = l.counts[row];
-  const int32_t column_lane = static_cast<int32_t>(threadIdx.x) % kColumnLanes;
-  const int32_t token_lane = static_cast<int32_t>(threadIdx.x) / kColumnLanes;
-  const int32_t first_column = item % stretches * kColumnLanes * kVec, c = first_column + column_lane * kVec;
+  constexpr int kTokenLanes = kSumThreads / kColumnLanes, kColumns = kColumnLanes * kVec;
+  const int32_t count = l.counts[row];
   const int32_t* list = l.ordered + l.begins[row];
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  const int32_t token_lane = thread / kColumnLanes, in_stretch = thread % kColumnLanes * kVec;
+  const int32_t first_column = stretch * kColumns, c = first_column + in_stretch;
   float sum[kVec] = {};
   if (c < a.C) {
     const auto add = [&](const P& p) {
@@ -221,26 +244,35 @@ __device__ inline void sum_long_stretch(const EmbeddingSum<T>& a, const TokenLis
     for (; t < count; t += kTokenLanes) add(P::load(a.dy + int64_t{list[t]} * a.C + c));
   }
 #pragma unroll
-  for (int e = 0; e < kVec; ++e) sums[token_lane][column_lane * kVec + e] = sum[e];
+  for (int e = 0; e < kVec; ++e) sums[token_lane * kColumns + in_stretch + e] = sum[e];
   __syncthreads();
-  const auto own = static_cast<int32_t>(threadIdx.x);
-  if (own < kColumnLanes * kVec && first_column + own < a.C) {
+  for (int32_t own = thread; own < kColumns && first_column + own < a.C; own += kSumThreads) {
     float total = 0.0f;
 #pragma unroll 8
-    for (int i = 0; i < kTokenLanes; ++i) total += sums[i][own];
+    for (int i = 0; i < kTokenLanes; ++i) total += sums[i * kColumns + own];
     float* out = a.dtable + int64_t{row} * a.C + first_column + own;
     *out = a.accumulate ? *out + total : total;
   }
   __syncthreads();
 }
 
+template <class T, int kVec, int kColumnLanes>
+__device__ inline void sum_listed_rows(const EmbeddingSum<T>& a, const TokenLists& l, const int32_t* rows,
+                                       int32_t count, float* sums) {
+  constexpr int kColumns = kColumnLanes * kVec;
+  const int32_t stretches = (a.C + kColumns - 1) / kColumns;
+  for (int32_t i = static_cast<int32_t>(blockIdx.x); i < count * stretches; i += kListBlocks) {
+    sum_stretch<T, kVec, kColumnLanes>(a, l, rows[i / stretches], i % stretches, sums);
+  }
+}
+
 // The tokens of a short row, one a lane, and the row's ascending order of them.
 struct ShortList {
   int32_t count, token, place;
 
-  __device__ ShortList(const TokenLists& l, int64_t row, int32_t lane) : count(l.counts[row]), token(INT32_MAX) {
+  __device__ ShortList(const TokenLists& l, int64_t row, int32_t count_, int32_t lane)
+      : count(count_), token(INT32_MAX), place(0) {
     if (lane < count) token = l.tokens[l.begins[row] + lane];
-    place = 0;
     for (int32_t j = 0; j < count; ++j) place += __shfl_sync(0xffffffffu, token, j) < token ? 1 : 0;
   }
   // The i-th smallest token, in every lane.
@@ -250,72 +282,80 @@ struct ShortList {
   }
 };
 
+template <int kVec, class T>
+__device__ inline void load_few(float (&x)[kVec], const T* p) {
+  if constexpr (kVec == 4) {
+    load_four(x, p);
+  } else {
+    x[0] = static_cast<float>(*p);
+  }
+}
+
+// kVec here: 4 or 1 neighbouring columns a lane.
 template <class T, int kVec>
-__device__ inline void sum_short_row(const EmbeddingSum<T>& a, const TokenLists& l, int64_t row, int32_t lane) {
-  using P = Packed<T, kVec>;
-  constexpr int kPacks = 2;
-  const int32_t counted = l.counts[row];
-  if (counted > kShortTokens || (counted == 0 && a.accumulate)) return;
-  const ShortList list(l, row, lane);
+__device__ inline void sum_short_row(const EmbeddingSum<T>& a, const TokenLists& l, int64_t row, int32_t count,
+                                     int32_t lane) {
+  constexpr int kPacks = 4;
+  const ShortList list(l, row, count, lane);
   float* out = a.dtable + row * a.C;
-  for (int32_t first = 0; first < a.C; first += 32 * kVec * kPacks) {
-    float sums[kPacks][kVec];
+  for (int32_t first = lane * kVec; first < a.C + lane * kVec; first += 32 * kVec * kPacks) {
+    float sums[kPacks][kVec] = {};
+    const auto column = [&](int k) { return first + k * 32 * kVec; };
+    if (a.accumulate) {
 #pragma unroll
-    for (int k = 0; k < kPacks; ++k) {
-      const int32_t c = first + (k * 32 + lane) * kVec;
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) sums[k][e] = a.accumulate && c < a.C ? out[c + e] : 0.0f;
+      for (int k = 0; k < kPacks; ++k) {
+        if (column(k) < a.C) load_few<kVec>(sums[k], out + column(k));
+      }
     }
-    for (int32_t i = 0; i < list.count; ++i) {
+    for (int32_t i = 0; i < count; ++i) {
       const T* dy = a.dy + int64_t{list.at(i, lane)} * a.C;
-      P packs[kPacks];
+      float v[kPacks][kVec] = {};
 #pragma unroll
       for (int k = 0; k < kPacks; ++k) {
-        const int32_t c = first + (k * 32 + lane) * kVec;
-        packs[k] = c < a.C ? P::load(dy + c) : P::zero();
+        if (column(k) < a.C) load_few<kVec>(v[k], dy + column(k));
       }
 #pragma unroll
       for (int k = 0; k < kPacks; ++k) {
-        float v[kVec];
-        packs[k].get(v);
 #pragma unroll
-        for (int e = 0; e < kVec; ++e) sums[k][e] += v[e];
+        for (int e = 0; e < kVec; ++e) sums[k][e] += v[k][e];
       }
     }
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
-      const int32_t c = first + (k * 32 + lane) * kVec;
-      if (c < a.C) store_f32(out + c, sums[k]);
+      if (column(k) < a.C) store_f32(out + column(k), sums[k]);
     }
   }
 }
 
-// The first kLongBlocks blocks take the stretches of long rows, the others eight short rows each.
-template <class T, int kVec>
+// The first kListBlocks blocks take middling and long rows; a warp of the others kRowsOfWarp neighbouring short ones.
+template <class T, bool kVectors>
 __global__ void __launch_bounds__(kSumThreads) sum_tokens_kernel(EmbeddingSum<T> a, TokenLists l) {
-  __shared__ float sums[kTokenLanes][kColumnLanes * kVec + 1];
-  if (blockIdx.x < kLongBlocks) {
-    const int32_t stretches = (a.C + kColumnLanes * kVec - 1) / (kColumnLanes * kVec);
-    const int32_t items = *l.num_long * stretches;
-    for (int32_t item = static_cast<int32_t>(blockIdx.x); item < items; item += kLongBlocks) {
-      sum_long_stretch<T, kVec>(a, l, item, stretches, sums);
-    }
+  constexpr int kVec = kVectors ? kVectorSize<T> : 1;
+  __shared__ float sums[kSumThreads * kVec];
+  wait_for_previous();
+  if (blockIdx.x < kListBlocks) {
+    sum_listed_rows<T, kVec, 8>(a, l, l.long_rows, *l.num_long, sums);
+    sum_listed_rows<T, kVec, 32>(a, l, l.middle_rows, *l.num_middle, sums);
     return;
   }
-  const int64_t row = int64_t{blockIdx.x - kLongBlocks} * (kSumThreads / 32) + threadIdx.x / 32;
-  if (row < l.rows) sum_short_row<T, kVec>(a, l, row, static_cast<int32_t>(threadIdx.x) & 31);
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) & 31;
+  const int64_t first = (int64_t{blockIdx.x - kListBlocks} * (kSumThreads / 32) + threadIdx.x / 32) * kRowsOfWarp;
+  int32_t counts[kRowsOfWarp];
+#pragma unroll
+  for (int r = 0; r < kRowsOfWarp; ++r) counts[r] = first + r < l.rows ? l.counts[first + r] : INT32_MAX;
+#pragma unroll
+  for (int r = 0; r < kRowsOfWarp; ++r) {
+    if (counts[r] > kShortTokens || (counts[r] == 0 && a.accumulate)) continue;
+    sum_short_row<T, kVectors ? 4 : 1>(a, l, first + r, counts[r], lane);
+  }
 }
 
 template <class T>
 KernelError sum_tokens(const EmbeddingSum<T>& a, const TokenLists& l, StreamHandle stream) {
-  const auto blocks = static_cast<uint32_t>(kLongBlocks + ceil_div(l.rows, kSumThreads / 32));
-  constexpr int kVec = kVectorSize<T>;
-  if (a.C % kVec == 0 && aligned16(a.dtable, a.dy)) {
-    sum_tokens_kernel<T, kVec><<<blocks, kSumThreads, 0, stream_of(stream)>>>(a, l);
-  } else {
-    sum_tokens_kernel<T, 1><<<blocks, kSumThreads, 0, stream_of(stream)>>>(a, l);
-  }
-  return launch_error();
+  const auto blocks = static_cast<uint32_t>(kListBlocks + ceil_div(l.rows, kSumThreads / 32 * kRowsOfWarp));
+  const bool vectors = a.C % kVectorSize<T> == 0 && aligned16(a.dtable, a.dy);
+  return launch_overlapped(vectors ? sum_tokens_kernel<T, true> : sum_tokens_kernel<T, false>, blocks, kSumThreads,
+                           stream_of(stream), a, l);
 }
 
 }  // namespace kintsugi::kernels::cuda

@@ -4,6 +4,7 @@
 // writes one row of partial sums; a second kernel adds the partial rows. Both orders depend on N and C alone.
 #pragma once
 
+#include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/norm_kernels.cuh"
 
 namespace kintsugi::kernels::cuda {
@@ -24,30 +25,6 @@ struct NormBackward {
 inline constexpr int kNormBackwardThreads = 512;  // at most
 inline constexpr int kMaxNormBackwardBlocks = 4 * kMultiprocessors;
 inline constexpr int kMaxSharedColumns = 1024;  // of rows that one warp takes
-
-// The operands of one row as a thread holds them; zeros where there is no row.
-template <class T, int kVec, int kPacks>
-struct RowOperands {
-  using P = Packed<T, kVec>;
-  P dy[kPacks], x[kPacks], dresidual[kPacks];
-  float mean, rstd;
-
-  template <bool kMean>
-  __device__ void load(const NormBackward<T>& a, const Rows& rows, int64_t n, int64_t end, int32_t lane) {
-    const bool active = n < end;
-    const int64_t row = active ? rows.offset(n) : 0;
-    mean = kMean && active ? __ldg(a.mean + n) : 0.0f;
-    rstd = active ? __ldg(a.rstd + n) : 0.0f;
-#pragma unroll
-    for (int k = 0; k < kPacks; ++k) {
-      const int32_t c = (lane + k * rows.group) * kVec;
-      const bool has = active && c < rows.C;
-      dy[k] = has ? P::load(a.dy + row + c) : P::zero();
-      x[k] = has ? P::load(a.x + row + c) : P::zero();
-      if (a.dresidual != nullptr) dresidual[k] = has ? P::load(a.dresidual + row + c) : P::zero();
-    }
-  }
-};
 
 // Adds up the column sums of a block's warps, in their order, and writes the block's row of partial sums. Lanes below
 // `group` of each warp hold columns.
@@ -95,25 +72,27 @@ __device__ inline void write_column_sums(float* partials, float (&sums)[kPacks][
 
 // RMSNorm:   dx = rstd (g - xhat mean(g xhat)),            g = dy w, xhat = x rstd
 // LayerNorm: dx = rstd (g - mean(g) - xhat mean(g xhat)),  xhat = (x - mean) rstd
-// dw = sum dy xhat, db = sum dy.
-template <class T, int kVec, int kPacks, bool kMean, int kThreads, int kBlocksPerSm>
+// dw = sum dy xhat, db = sum dy. A group takes kRows rows at once: their operands are all loading before the first is
+// used, and their sums share a barrier.
+template <class T, int kVec, int kPacks, int kRows, bool kMean, int kThreads, int kBlocksPerSm>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     norm_backward_kernel(NormBackward<T> a, Rows rows, int64_t rows_per_block) {
   using P = Packed<T, kVec>;
-  constexpr bool kAhead = kPacks == 2 || (kPacks == 1 && !kMean);  // the next row loads early, where registers allow
-  constexpr bool kHeld = kPacks == 2 && !kMean;                    // the weights stay in registers
-  __shared__ float scratch[2][2][32];
+  constexpr bool kHeld = !kMean || kPacks < 2;  // the weights stay in registers
+  constexpr int kSums = kMean ? 2 : 1;
+  __shared__ float scratch[2][kRows * kSums][32];
   __shared__ float columns[kMaxSharedColumns];
+  allow_next();
   const int32_t group = rows.group, lane = static_cast<int32_t>(threadIdx.x) % group;
   const int32_t groups = static_cast<int32_t>(blockDim.x) / group;
   const int64_t begin = blockIdx.x * rows_per_block;
   const int64_t end = begin + rows_per_block < rows.N ? begin + rows_per_block : rows.N;
   const float inverse_count = 1.0f / static_cast<float>(rows.C);
 
+  const auto column = [&](int k) { return (lane + k * group) * kVec; };
   const auto load_weights = [&](float(&w)[kVec], int k) {
-    const int32_t c = (lane + k * group) * kVec;
-    if (c < rows.C) {
-      load_shared_values(w, a.w + c);
+    if (column(k) < rows.C) {
+      load_shared_values(w, a.w + column(k));
     } else {
 #pragma unroll
       for (float& e : w) e = 0.0f;
@@ -126,61 +105,73 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
   float dw[kPacks][kVec] = {}, db[kMean ? kPacks : 1][kVec] = {};
 
-  RowOperands<T, kVec, kPacks> now, next;
-  int64_t n = begin + static_cast<int32_t>(threadIdx.x) / group;
-  now.template load<kMean>(a, rows, n, end, lane);
-  const int32_t turns = static_cast<int32_t>((end - begin + groups - 1) / groups);
-  for (int32_t turn = 0; turn < turns; ++turn, n += groups) {
-    if constexpr (kAhead) next.template load<kMean>(a, rows, n + groups, end, lane);
-    float sums[kMean ? 2 : 1] = {};
+  int64_t n = begin + static_cast<int32_t>(threadIdx.x) / group * kRows;
+  const int32_t step = groups * kRows, turns = static_cast<int32_t>((end - begin + step - 1) / step);
+  for (int32_t turn = 0; turn < turns; ++turn, n += step) {
+    P dys[kRows][kPacks], xs[kRows][kPacks], dresiduals[kRows][kPacks];
+    float mean[kRows], rstd[kRows], sums[kRows * kSums] = {};
+    int64_t row[kRows];
 #pragma unroll
-    for (int k = 0; k < kPacks; ++k) {
-      float dy[kVec], x[kVec], w[kVec];
-      now.dy[k].get(dy);
-      now.x[k].get(x);
-      if constexpr (!kHeld) load_weights(w, k);
+    for (int r = 0; r < kRows; ++r) {
+      const bool active = n + r < end;
+      row[r] = active ? rows.offset(n + r) : -1;
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) {
-        const float xhat = (x[e] - now.mean) * now.rstd;
-        const float g = dy[e] * (kHeld ? weights[kHeld ? k : 0][e] : w[e]);
-        sums[0] = fmaf(g, xhat, sums[0]);
-        if constexpr (kMean) {
-          sums[1] += g;
-          db[k][e] += dy[e];
+      for (int k = 0; k < kPacks; ++k) {
+        const bool has = active && column(k) < rows.C;
+        dys[r][k] = has ? P::load(a.dy + row[r] + column(k)) : P::zero();
+        xs[r][k] = has ? P::load(a.x + row[r] + column(k)) : P::zero();
+        if (a.dresidual != nullptr && has) dresiduals[r][k] = P::load(a.dresidual + row[r] + column(k));
+      }
+      mean[r] = kMean && active ? __ldg(a.mean + n + r) : 0.0f;
+      rstd[r] = active ? __ldg(a.rstd + n + r) : 0.0f;
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) {
+        float dy[kVec], x[kVec], w[kVec];
+        dys[r][k].get(dy);
+        xs[r][k].get(x);
+        if constexpr (!kHeld) load_weights(w, k);
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) {
+          const float xhat = (x[e] - mean[r]) * rstd[r];
+          const float g = dy[e] * (kHeld ? weights[kHeld ? k : 0][e] : w[e]);
+          sums[r * kSums] = fmaf(g, xhat, sums[r * kSums]);
+          if constexpr (kMean) {
+            sums[r * kSums + 1] += g;
+            db[k][e] += dy[e];
+          }
+          dw[k][e] = fmaf(dy[e], xhat, dw[k][e]);
         }
-        dw[k][e] = fmaf(dy[e], xhat, dw[k][e]);
       }
     }
     group_sums(sums, group, scratch[turn & 1]);
-    const float gx_mean = sums[0] * inverse_count, g_mean = kMean ? sums[kMean ? 1 : 0] * inverse_count : 0.0f;
-    const bool active = n < end;
-    const int64_t row = active ? rows.offset(n) : 0;
 #pragma unroll
-    for (int k = 0; k < kPacks; ++k) {
-      const int32_t c = (lane + k * group) * kVec;
-      if (!active || c >= rows.C) continue;
-      float dy[kVec], x[kVec], w[kVec];
-      now.dy[k].get(dy);
-      now.x[k].get(x);
-      if constexpr (!kHeld) load_weights(w, k);
+    for (int r = 0; r < kRows; ++r) {
+      const float gx_mean = sums[r * kSums] * inverse_count;
+      const float g_mean = kMean ? sums[r * kSums + kSums - 1] * inverse_count : 0.0f;
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) {
-        const float xhat = (x[e] - now.mean) * now.rstd;
-        const float g = dy[e] * (kHeld ? weights[kHeld ? k : 0][e] : w[e]);
-        dy[e] = now.rstd * (g - g_mean - xhat * gx_mean);
+      for (int k = 0; k < kPacks; ++k) {
+        if (row[r] < 0 || column(k) >= rows.C) continue;
+        float dy[kVec], x[kVec], w[kVec];
+        dys[r][k].get(dy);
+        xs[r][k].get(x);
+        if constexpr (!kHeld) load_weights(w, k);
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) {
+          const float xhat = (x[e] - mean[r]) * rstd[r];
+          const float g = dy[e] * (kHeld ? weights[kHeld ? k : 0][e] : w[e]);
+          dy[e] = rstd[r] * (g - g_mean - xhat * gx_mean);
+        }
+        if (a.dresidual != nullptr) {
+          float residual[kVec];
+          dresiduals[r][k].get(residual);
+#pragma unroll
+          for (int e = 0; e < kVec; ++e) dy[e] += residual[e];
+        }
+        P::of(dy).store(a.dx + row[r] + column(k));
       }
-      if (a.dresidual != nullptr) {
-        float r[kVec];
-        now.dresidual[k].get(r);
-#pragma unroll
-        for (int e = 0; e < kVec; ++e) dy[e] += r[e];
-      }
-      P::of(dy).store(a.dx + row + c);
-    }
-    if constexpr (kAhead) {
-      now = next;
-    } else {
-      now.template load<kMean>(a, rows, n + groups, end, lane);
     }
   }
   write_column_sums(a.dw_partials, dw, rows, columns);
@@ -195,6 +186,7 @@ template <class T, bool kMean>
 __global__ void __launch_bounds__(kNormBackwardThreads)
     norm_backward_wide_kernel(NormBackward<T> a, Rows rows, int64_t rows_per_block) {
   __shared__ float scratch[2][2][32];
+  allow_next();
   const int64_t begin = blockIdx.x * rows_per_block;
   const int64_t end = begin + rows_per_block < rows.N ? begin + rows_per_block : rows.N;
   const float inverse_count = 1.0f / static_cast<float>(rows.C);
@@ -233,6 +225,7 @@ __global__ void __launch_bounds__(1024)
     sum_partials_kernel(float* dw, float* db, const float* dw_partials, const float* db_partials, int32_t num_partials,
                         int32_t C, bool accumulate) {
   __shared__ float sums[32][33];
+  wait_for_previous();
   const int32_t c = static_cast<int32_t>(blockIdx.x) * 32 + static_cast<int32_t>(threadIdx.x);
   const float* partials = blockIdx.y == 0 ? dw_partials : db_partials;
   float* out = blockIdx.y == 0 ? dw : db;
@@ -254,11 +247,10 @@ struct NormBackwardPlan {
   int64_t rows_per_block;
 };
 
-inline NormBackwardPlan norm_backward_plan(int64_t N, int64_t rows_at_once, int64_t blocks_per_sm) {
-  const int64_t most = blocks_per_sm * kMultiprocessors;
-  const int64_t wanted = ceil_div(N, rows_at_once) < most ? ceil_div(N, rows_at_once) : most;
-  const int64_t rows_per_block = ceil_div(N, wanted);
-  return {ceil_div(N, rows_per_block), rows_per_block};
+// `rows_at_once`: what a block takes in one turn. More blocks than fit at once, so that none is late by much.
+inline NormBackwardPlan norm_backward_plan(int64_t N, int64_t rows_at_once) {
+  const int64_t turns = ceil_div(N, rows_at_once * kMaxNormBackwardBlocks);
+  return {ceil_div(N, turns * rows_at_once), turns * rows_at_once};
 }
 
 template <bool kMean, class T>
@@ -273,51 +265,46 @@ KernelError launch_norm_backward(NormBackward<T> a, float* dw, float* db, void* 
   }
   a.dw_partials = static_cast<float*>(workspace);
   NormBackwardPlan plan{};
-  const auto cut = [&](int64_t rows_at_once, int64_t blocks_per_sm) {
-    plan = norm_backward_plan(N, rows_at_once, blocks_per_sm);
+  const auto cut = [&](int64_t rows_at_once) {
+    plan = norm_backward_plan(N, rows_at_once);
     a.db_partials = a.dw_partials + plan.blocks * C;
   };
   constexpr int kVec = kVectorSize<T>;
-  const auto by_warps = [&](auto num_packs, auto blocks_per_sm, int64_t group) {
-    cut(256 / group, blocks_per_sm.value);
-    norm_backward_kernel<T, kVec, num_packs.value, kMean, 256, blocks_per_sm.value>
-        <<<static_cast<uint32_t>(plan.blocks), 256, 0, stream_of(stream)>>>(a, rows_of(N, C, layout, group),
-                                                                            plan.rows_per_block);
-  };
-  const auto by_block = [&](auto num_packs, auto blocks_per_sm, int64_t threads) {
-    const int64_t more = kNormBackwardThreads * blocks_per_sm.value / threads;
-    cut(1, more < 4 ? more : 4);
-    norm_backward_kernel<T, kVec, num_packs.value, kMean, kNormBackwardThreads, blocks_per_sm.value>
+  const auto launch = [&](auto num_packs, auto num_rows, auto most_threads, auto blocks_per_sm, int64_t group) {
+    const int64_t threads = group <= 32 ? 256 : group;
+    cut(threads / group * num_rows.value);
+    norm_backward_kernel<T, kVec, num_packs.value, num_rows.value, kMean, most_threads.value, blocks_per_sm.value>
         <<<static_cast<uint32_t>(plan.blocks), static_cast<uint32_t>(threads), 0, stream_of(stream)>>>(
-            a, rows_of(N, C, layout, threads), plan.rows_per_block);
+            a, rows_of(N, C, layout, group), plan.rows_per_block);
   };
+  constexpr Constant<1> kOne{};
+  constexpr Constant<2> kTwo{};
+  constexpr Constant<256> kQuarter{};
+  constexpr Constant<kNormBackwardThreads> kHalf{};
   const bool vectors =
       C % kVec == 0 && layout.outer_stride % kVec == 0 && aligned16(a.dx, a.dy, a.x, a.dresidual, a.w, workspace);
   const int64_t packs = C / kVec;
   if (!vectors || packs > 2 * kNormBackwardThreads) {
-    cut(1, 2);
+    cut(1);
     norm_backward_wide_kernel<T, kMean>
         <<<static_cast<uint32_t>(plan.blocks), kNormBackwardThreads, 0, stream_of(stream)>>>(
             a, rows_of(N, C, layout, kNormBackwardThreads), plan.rows_per_block);
   } else if (packs <= 32) {
-    by_warps(Constant<1>{}, Constant<4>{}, lanes_for(packs));
+    launch(kOne, Constant<4>{}, kQuarter, kTwo, lanes_for(packs));
   } else if (packs <= 64) {
-    by_warps(Constant<2>{}, Constant<2>{}, 32);
+    launch(kTwo, kTwo, kQuarter, kTwo, 32);
   } else if (packs <= 96) {
-    by_warps(Constant<3>{}, Constant<2>{}, 32);
-  } else if (packs <= 128) {
-    by_warps(Constant<4>{}, Constant<2>{}, 32);
-  } else if (packs <= kNormBackwardThreads) {
-    by_block(Constant<1>{}, Constant<2>{}, round_up(packs, 32));
+    launch(Constant<3>{}, kOne, kQuarter, kTwo, 32);
+  } else if (packs <= 256) {
+    launch(kOne, Constant<4>{}, kQuarter, kTwo, round_up(packs, 32));
   } else {
-    by_block(Constant<2>{}, Constant<1>{}, round_up(ceil_div(packs, 2), 32));
+    launch(kTwo, kTwo, kHalf, kOne, round_up(ceil_div(packs, 2), 32));
   }
   const KernelError error = launch_error();
   if (error != kKernelOk) return error;
   const dim3 grid(static_cast<uint32_t>(ceil_div(C, 32)), kMean ? 2 : 1);
-  sum_partials_kernel<<<grid, dim3(32, 32), 0, stream_of(stream)>>>(
-      dw, db, a.dw_partials, a.db_partials, static_cast<int32_t>(plan.blocks), static_cast<int32_t>(C), accumulate);
-  return launch_error();
+  return launch_overlapped(sum_partials_kernel, grid, dim3(32, 32), stream_of(stream), dw, db, a.dw_partials,
+                           a.db_partials, static_cast<int32_t>(plan.blocks), static_cast<int32_t>(C), accumulate);
 }
 
 }  // namespace kintsugi::kernels::cuda

@@ -20,121 +20,150 @@ struct NormForward {
 
 inline constexpr int kNormForwardThreads = 512;  // at most
 
-// kMean: LayerNorm, else RMSNorm. Packs beyond kPacks a thread (very wide rows) are read again when they are needed.
-template <class T, int kVec, int kPacks, bool kMean, bool kResidual>
+// A group of threads takes kRows rows at once, whose packs are all loading before the first is used and whose sums
+// share a barrier. kMean: LayerNorm, else RMSNorm. kWide: packs beyond kPacks a thread are read again when needed.
+template <class T, int kVec, int kPacks, int kRows, bool kWide, bool kMean, bool kResidual>
 __global__ void __launch_bounds__(kNormForwardThreads) norm_forward_kernel(NormForward<T> a, Rows rows) {
+  static_assert(!kWide || kRows == 1);
   using P = Packed<T, kVec>;
-  __shared__ float scratch[2][32];
+  __shared__ float scratch[2][kRows][32];
   const int32_t group = rows.group, lane = static_cast<int32_t>(threadIdx.x) % group;
   const int32_t packs = rows.C / kVec;
-  const int64_t n = int64_t{blockIdx.x} * (static_cast<int32_t>(blockDim.x) / group) + threadIdx.x / group;
-  const bool active = n < rows.N;
-  const int64_t row = active ? rows.offset(n) : 0;
+  const int64_t n = (int64_t{blockIdx.x} * (static_cast<int32_t>(blockDim.x) / group) + threadIdx.x / group) * kRows;
+  int64_t row[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) row[r] = n + r < rows.N ? rows.offset(n + r) : -1;
+  const auto has = [&](int r, int k) { return row[r] >= 0 && lane + k * group < packs; };
+  const auto at = [&](int r, int k) { return row[r] + int64_t{lane + k * group} * kVec; };
 
   // What the norm is taken of. With a residual it is the sum as it is stored, rounded.
-  const auto read = [&](int32_t pack) {
-    const int64_t i = row + int64_t{pack} * kVec;
-    P p = P::load(a.x + i);
-    if constexpr (kResidual) {
-      float f[kVec], r[kVec];
-      p.get(f);
-      P::load(a.residual + i).get(r);
+  const auto sum_of = [&](const P& x, const P& residual, int64_t i) {
+    float f[kVec], r[kVec];
+    x.get(f);
+    residual.get(r);
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) f[e] += r[e];
-      p = P::of(f);
-      p.store(a.sum + i);
-    }
+    for (int e = 0; e < kVec; ++e) f[e] += r[e];
+    const P p = P::of(f);
+    p.store(a.sum + i);
     return p;
   };
-  P kept[kPacks];
-  bool has[kPacks];
+  P kept[kRows][kPacks], residual[kResidual ? kRows : 1][kPacks];
 #pragma unroll
-  for (int k = 0; k < kPacks; ++k) {
-    has[k] = active && lane + k * group < packs;
-    if (has[k]) kept[k] = read(lane + k * group);
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      if (!has(r, k)) continue;
+      kept[r][k] = P::load(a.x + at(r, k));
+      if constexpr (kResidual) residual[r][k] = P::load(a.residual + at(r, k));
+    }
   }
-  // Calls f(pack, its values) for each of the thread's packs; `again` reads one that is not kept.
+  if constexpr (kResidual) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) {
+        if (has(r, k)) kept[r][k] = sum_of(kept[r][k], residual[r][k], at(r, k));
+      }
+    }
+  }
+  const auto read = [&](int64_t i) {  // the first time, of a pack that is not kept
+    const P x = P::load(a.x + i);
+    if constexpr (kResidual) return sum_of(x, P::load(a.residual + i), i);
+    return x;
+  };
+  const auto reread = [&](int64_t i) { return P::load((kResidual ? a.sum : a.x) + i); };
+  // Calls f(row, column, its values) for each of the thread's packs; `again` reads one that is not kept.
   const auto for_packs = [&](auto again, auto f) {
     float v[kVec];
 #pragma unroll
-    for (int k = 0; k < kPacks; ++k) {
-      if (!has[k]) continue;
-      kept[k].get(v);
-      f(lane + k * group, v);
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) {
+        if (!has(r, k)) continue;
+        kept[r][k].get(v);
+        f(r, (lane + k * group) * kVec, v);
+      }
     }
-    if (!active) return;
-    for (int32_t pack = lane + kPacks * group; pack < packs; pack += group) {
-      again(pack).get(v);
-      f(pack, v);
+    if constexpr (kWide) {
+      for (int32_t pack = lane + kPacks * group; row[0] >= 0 && pack < packs; pack += group) {
+        again(row[0] + int64_t{pack} * kVec).get(v);
+        f(0, pack * kVec, v);
+      }
     }
   };
-  const T* source = kResidual ? a.sum : a.x;
-  const auto reread = [&](int32_t pack) { return P::load(source + row + int64_t{pack} * kVec); };
 
-  const float count = static_cast<float>(rows.C);
-  float mean = 0.0f, squares = 0.0f;
-  const auto add_squares = [&](int32_t, const float(&v)[kVec]) {
+  const float inverse_count = 1.0f / static_cast<float>(rows.C);
+  float mean[kRows] = {}, squares[kRows] = {};
+  const auto add_squares = [&](int r, int32_t, const float(&v)[kVec]) {
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) squares = fmaf(v[e] - mean, v[e] - mean, squares);
+    for (int e = 0; e < kVec; ++e) squares[r] = fmaf(v[e] - mean[r], v[e] - mean[r], squares[r]);
   };
   if constexpr (kMean) {
-    float total = 0.0f;
-    for_packs(read, [&](int32_t, const float(&v)[kVec]) {
+    for_packs(read, [&](int r, int32_t, const float(&v)[kVec]) {
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) total += v[e];
+      for (int e = 0; e < kVec; ++e) mean[r] += v[e];
     });
-    mean = group_sum(total, group, scratch[0]) / count;
+    group_sums(mean, group, scratch[0]);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) mean[r] *= inverse_count;
     for_packs(reread, add_squares);
   } else {
     for_packs(read, add_squares);
   }
-  const float rstd = 1.0f / sqrtf(group_sum(squares, group, scratch[1]) / count + a.eps);
-  if (active && lane == 0) {
-    a.rstd[n] = rstd;
-    if constexpr (kMean) a.mean[n] = mean;
-  }
-  for_packs(reread, [&](int32_t pack, const float(&v)[kVec]) {
-    float w[kVec], y[kVec];
-    load_shared_values(w, a.w + int64_t{pack} * kVec);
+  group_sums(squares, group, scratch[1]);
+  float rstd[kRows];
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) y[e] = (v[e] - mean) * rstd * w[e];
+  for (int r = 0; r < kRows; ++r) {
+    rstd[r] = 1.0f / sqrtf(squares[r] * inverse_count + a.eps);
+    if (row[r] < 0 || lane != 0) continue;
+    a.rstd[n + r] = rstd[r];
+    if constexpr (kMean) a.mean[n + r] = mean[r];
+  }
+  for_packs(reread, [&](int r, int32_t c, const float(&v)[kVec]) {
+    float w[kVec], y[kVec];
+    load_shared_values(w, a.w + c);
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) y[e] = (v[e] - mean[r]) * rstd[r] * w[e];
     if constexpr (kMean) {
       float b[kVec];
-      load_shared_values(b, a.b + int64_t{pack} * kVec);
+      load_shared_values(b, a.b + c);
 #pragma unroll
       for (int e = 0; e < kVec; ++e) y[e] += b[e];
     }
-    P::of(y).store(a.y + row + int64_t{pack} * kVec);
+    P::of(y).store(a.y + row[r] + c);
   });
 }
 
 template <bool kMean, bool kResidual, class T>
 KernelError launch_norm_forward(const NormForward<T>& a, int64_t N, int64_t C, RowLayout layout, StreamHandle stream) {
   if (N <= 0 || C <= 0) return kKernelOk;
-  const auto launch = [&](auto vec, auto num_packs, int64_t group) {
-    const int64_t threads = group <= 32 ? 256 : group, rows_per_block = threads / group;
-    norm_forward_kernel<T, vec.value, num_packs.value, kMean, kResidual>
+  const auto launch = [&](auto vec, auto num_packs, auto num_rows, auto wide, int64_t group) {
+    const int64_t threads = group <= 32 ? 256 : group, rows_per_block = threads / group * num_rows.value;
+    norm_forward_kernel<T, vec.value, num_packs.value, num_rows.value, wide.value != 0, kMean, kResidual>
         <<<static_cast<uint32_t>(ceil_div(N, rows_per_block)), static_cast<uint32_t>(threads), 0, stream_of(stream)>>>(
             a, rows_of(N, C, layout, group));
     return launch_error();
   };
   constexpr int kVec = kVectorSize<T>;
+  constexpr Constant<kVec> kVectors{};
+  constexpr Constant<0> kKept{};
+  constexpr Constant<1> kOne{}, kReread{};
+  constexpr Constant<2> kTwo{};
+  constexpr Constant<4> kFour{};
   const bool vectors =
       C % kVec == 0 && layout.outer_stride % kVec == 0 && aligned16(a.sum, a.y, a.x, a.residual, a.w, a.b);
   if (!vectors) {
-    if (C <= 128) return launch(Constant<1>{}, Constant<4>{}, lanes_for(ceil_div(C, 4)));
+    if (C <= 128) return launch(kOne, kFour, kOne, kReread, lanes_for(ceil_div(C, 4)));
     const int64_t group = round_up(ceil_div(C, 4), 32);
-    return launch(Constant<1>{}, Constant<4>{}, group < kNormForwardThreads ? group : kNormForwardThreads);
+    return launch(kOne, kFour, kOne, kReread, group < kNormForwardThreads ? group : kNormForwardThreads);
   }
   const int64_t packs = C / kVec;
-  if (packs <= 32) return launch(Constant<kVec>{}, Constant<1>{}, lanes_for(packs));
-  if (packs <= 64) return launch(Constant<kVec>{}, Constant<2>{}, 32);
-  if (packs <= 128) return launch(Constant<kVec>{}, Constant<4>{}, 32);
-  if (packs <= 2 * kNormForwardThreads)
-    return launch(Constant<kVec>{}, Constant<2>{}, round_up(ceil_div(packs, 2), 32));
-  if (packs <= 4 * kNormForwardThreads)
-    return launch(Constant<kVec>{}, Constant<4>{}, round_up(ceil_div(packs, 4), 32));
-  return launch(Constant<kVec>{}, Constant<8>{}, kNormForwardThreads);
+  if (packs <= 32) return launch(kVectors, kOne, kFour, kKept, lanes_for(packs));
+  if (packs <= 64) return launch(kVectors, kTwo, kTwo, kKept, 32);
+  if (packs <= 96) return launch(kVectors, Constant<3>{}, kTwo, kKept, 32);
+  if (packs <= kNormForwardThreads) return launch(kVectors, kOne, kFour, kKept, round_up(packs, 32));
+  if (packs <= 2 * kNormForwardThreads) return launch(kVectors, kTwo, kTwo, kKept, round_up(ceil_div(packs, 2), 32));
+  return launch(kVectors, kFour, kOne, kReread, kNormForwardThreads);
 }
 
 }  // namespace kintsugi::kernels::cuda

@@ -6,8 +6,9 @@ namespace kintsugi::kernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kElements = 8;  // of one thread: two 16-byte accesses an array, one for a bf16 copy
-constexpr int64_t kTile = int64_t{kThreads} * kElements;
+constexpr int kPacks = 2;  // of four elements a thread, kThreads packs apart
+constexpr int64_t kStep = int64_t{kThreads} * 4;
+constexpr int64_t kTile = kStep * kPacks;
 
 // How many edges are <= i. Element i decays when that number is odd.
 __device__ int64_t edges_up_to(int64_t i, const int64_t* edges, int64_t num_edges) {
@@ -53,60 +54,45 @@ __device__ TileDecay tile_decay(int64_t first, int64_t last, const int64_t* edge
   return {within == 0, before % 2 == 1};
 }
 
-template <class T>
-__device__ inline void store_copy(T* p, const float (&w)[kElements]) {
-  constexpr int kVec = kVectorSize<T>;
-#pragma unroll
-  for (int i = 0; i < kElements; i += kVec) {
-    float part[kVec];
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) part[j] = w[i + j];
-    Packed<T, kVec>::of(part).store(p + i);
-  }
-}
-
-__device__ inline void load_eight(float (&x)[kElements], const float* p) {
-  const float4 a = __ldcs(reinterpret_cast<const float4*>(p)), b = __ldcs(reinterpret_cast<const float4*>(p) + 1);
-  x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
-}
-
 template <class T, bool kVectors>
 __global__ void __launch_bounds__(kThreads)
     adamw_kernel(float* w, float* m, float* v, T* copy, const float* grad, int64_t n, const AdamWScalars* scalars,
                  const int64_t* edges, int64_t num_edges) {
   const int64_t tile = blockIdx.x * kTile;
   const int64_t last = tile + kTile < n ? tile + kTile - 1 : n - 1;
-  const int64_t first = tile + int64_t{threadIdx.x} * kElements;
-  const bool whole = kVectors && first + kElements <= n;
-  float w8[kElements], m8[kElements], v8[kElements], g8[kElements];
+  const bool whole = kVectors && tile + kTile <= n;
+  const int64_t first = tile + int64_t{threadIdx.x} * 4;
+  float w4[kPacks][4], m4[kPacks][4], v4[kPacks][4], g4[kPacks][4];
   if (whole) {  // before anything waits
-    load_eight(g8, grad + first);
-    load_eight(m8, m + first);
-    load_eight(v8, v + first);
-    load_eight(w8, w + first);
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      load_four(g4[k], grad + first + k * kStep);
+      load_four(m4[k], m + first + k * kStep);
+      load_four(v4[k], v + first + k * kStep);
+      load_four(w4[k], w + first + k * kStep);
+    }
   }
   const Update update{*scalars};
   if (update.s.skip != 0) return;
   const TileDecay decay = tile_decay(tile, last, edges, num_edges);
+  const auto decays = [&](int64_t i) {
+    return decay.uniform ? decay.decays : edges_up_to(i, edges, num_edges) % 2 == 1;
+  };
   if (whole) {
-    if (decay.uniform) {
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) update.apply(w8[i], m8[i], v8[i], g8[i], decay.decays);
-    } else {
+    for (int k = 0; k < kPacks; ++k) {
+      const int64_t at = first + k * kStep;
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) {
-        update.apply(w8[i], m8[i], v8[i], g8[i], edges_up_to(first + i, edges, num_edges) % 2 == 1);
-      }
+      for (int e = 0; e < 4; ++e) update.apply(w4[k][e], m4[k][e], v4[k][e], g4[k][e], decays(at + e));
+      store_four(w + at, w4[k]);
+      store_four(m + at, m4[k]);
+      store_four(v + at, v4[k]);
+      if (copy != nullptr) store_four(copy + at, w4[k]);
     }
-    store_f32(w + first, w8);
-    store_f32(m + first, m8);
-    store_f32(v + first, v8);
-    if (copy != nullptr) store_copy(copy + first, w8);
     return;
   }
-  const int64_t step = kVectors ? 1 : kThreads, begin = kVectors ? first : tile + threadIdx.x;
-  for (int64_t i = begin; i <= last && (!kVectors || i < first + kElements); i += step) {
-    update.apply(w[i], m[i], v[i], grad[i], edges_up_to(i, edges, num_edges) % 2 == 1);
+  for (int64_t i = tile + threadIdx.x; i <= last; i += kThreads) {
+    update.apply(w[i], m[i], v[i], grad[i], decays(i));
     if (copy != nullptr) copy[i] = static_cast<T>(w[i]);
   }
 }

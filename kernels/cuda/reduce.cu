@@ -224,24 +224,16 @@ template <class T>
 struct Convert {
   T* dst;
   const float* x;
-  static constexpr int kElements = kVectorSize<T>;
+  static constexpr int kElements = 4;
   struct Loaded {
-    float4 v[kElements / 4];
+    float v[4];
   };
   __device__ Loaded load(int64_t i) const {
     Loaded l;
-#pragma unroll
-    for (int j = 0; j < kElements / 4; ++j) l.v[j] = __ldcs(reinterpret_cast<const float4*>(x + i) + j);
+    load_four(l.v, x + i);
     return l;
   }
-  __device__ void store(int64_t i, const Loaded& l) const {
-    float f[kElements];
-#pragma unroll
-    for (int j = 0; j < kElements / 4; ++j) {
-      f[4 * j] = l.v[j].x, f[4 * j + 1] = l.v[j].y, f[4 * j + 2] = l.v[j].z, f[4 * j + 3] = l.v[j].w;
-    }
-    Packed<T, kElements>::of(f).store(dst + i);
-  }
+  __device__ void store(int64_t i, const Loaded& l) const { store_four(dst + i, l.v); }
   __device__ void one(int64_t i) const { dst[i] = static_cast<T>(x[i]); }
 };
 
@@ -249,14 +241,16 @@ template <class T>
 struct ConvertToF32 {
   float* dst;
   const T* x;
-  static constexpr int kElements = kVectorSize<T>;
-  using Loaded = Packed<T, kElements>;
-  __device__ Loaded load(int64_t i) const { return Loaded::load(x + i); }
-  __device__ void store(int64_t i, const Loaded& l) const {
-    float f[kElements];
-    l.get(f);
-    store_f32(dst + i, f);
+  static constexpr int kElements = 4;
+  struct Loaded {
+    float v[4];
+  };
+  __device__ Loaded load(int64_t i) const {
+    Loaded l;
+    load_four(l.v, x + i);
+    return l;
   }
+  __device__ void store(int64_t i, const Loaded& l) const { store_four(dst + i, l.v); }
   __device__ void one(int64_t i) const { dst[i] = static_cast<float>(x[i]); }
 };
 
