@@ -4,7 +4,7 @@
 // T is the call's DType. Operations: 2 N I O each. A row of y or dx has the same bits whatever N is
 // and whatever the number of threads (prefill and training forward, 1 and 8 ranks rely on it). On the device that
 // holds for products of one (N, I, O) only, because the library picks another order of summation for another N; with
-// bf16 the bias is rounded to bf16 there, before it is added in fp32. Operands that do not start at a multiple of 16
+// bf16 the bias is rounded to bf16 there, before it is added in fp32, and a product to bf16, before it is added to dx. Operands that do not start at a multiple of 16
 // bytes, or rows that are none, run slower.
 #pragma once
 

@@ -51,11 +51,14 @@ struct Case {
 std::vector<Case> rowwise_cases();
 // Attention by its library at the training shapes, and by our plain kernels at one of them.
 std::vector<Case> attention_cases();
+std::vector<Case> bias_gradient_cases();
 
 // Prints and returns what building attention's graphs costs, and the scratch they want.
 nlohmann::json attention_builds();
 // Times the matrix products of the training shapes with the library's first choice and the fastest of its proposals.
 nlohmann::json bench_gemms(Pool& pool, cudaStream_t stream);
+// The same for GPT-2's products with and without fused epilogues.
+nlohmann::json bench_epilogues(Pool& pool, cudaStream_t stream);
 
 // Compares kernels with the reference loops on small inputs; prints what differs. False: something does.
 bool check_rowwise();

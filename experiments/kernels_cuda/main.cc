@@ -133,12 +133,15 @@ int run(int argc, char** argv) {
   cudaEventCreate(&timer.end);
   const double copy_rate = copy_gb_per_s(timer, pool);
   std::printf("%s; copy of 1 GiB: %.0f GB/s read + written\n", device.name, copy_rate);
-  nlohmann::json results = nlohmann::json::array(), gemms, graphs;
+  nlohmann::json results = nlohmann::json::array(), gemms, epilogues, graphs;
   if (kernels::cuda::init_libraries({}) != kernels::kKernelOk) return 1;
   if (std::string("gemm").find(filter) != std::string::npos) gemms = bench_gemms(pool, timer.stream);
+  if (std::string("epilogue").find(filter) != std::string::npos) epilogues = bench_epilogues(pool, timer.stream);
   if (std::string("attention").find(filter) != std::string::npos) graphs = attention_builds();
   std::vector<Case> cases = rowwise_cases();
-  for (Case& c : attention_cases()) cases.push_back(std::move(c));
+  for (auto more : {bias_gradient_cases, attention_cases}) {
+    for (Case& c : more()) cases.push_back(std::move(c));
+  }
   for (const Case& c : cases) {
     if (c.kernel.find(filter) != std::string::npos) results.push_back(measure(timer, pool, c, copy_rate));
   }

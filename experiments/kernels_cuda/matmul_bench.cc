@@ -111,7 +111,72 @@ void add_attention(std::vector<Case>& cases, const ModelShape& m, bool plain) {
   }
 }
 
+struct EpilogueCase {
+  const char* what;
+  GemmProblem problem;
+};
+// GPT-2's products of N rows: with what follows them fused into their epilogue, and without.
+std::vector<EpilogueCase> epilogue_cases(int64_t N, int64_t C) {
+  using enum kernels::cuda::GemmEpilogue;
+  const int64_t F = 4 * C;
+  constexpr DType t = DType::kBF16;
+  return {{"up", {GemmOp::kForward, N, C, F, t, false, kNone}},
+          {"up, bias", {GemmOp::kForward, N, C, F, t, false, kBias}},
+          {"up, bias, gelu", {GemmOp::kForward, N, C, F, t, false, kBiasGelu}},
+          {"down's input gradient", {GemmOp::kBackwardInput, N, F, C, t, false, kNone}},
+          {"down's input gradient, gelu's", {GemmOp::kBackwardInput, N, F, C, t, false, kGeluGradient}},
+          {"up's weight gradient", {GemmOp::kBackwardWeight, N, C, F, t, false, kNone}},
+          {"up's weight gradient, bias's", {GemmOp::kBackwardWeight, N, C, F, t, false, kBiasGradient}},
+          {"down's weight gradient", {GemmOp::kBackwardWeight, N, F, C, t, false, kNone}},
+          {"down's weight gradient, bias's", {GemmOp::kBackwardWeight, N, F, C, t, false, kBiasGradient}},
+          {"qkv's weight gradient", {GemmOp::kBackwardWeight, N, C, 3 * C, t, false, kNone}},
+          {"qkv's weight gradient, bias's", {GemmOp::kBackwardWeight, N, C, 3 * C, t, false, kBiasGradient}}};
+}
+
 }  // namespace
+
+std::vector<Case> bias_gradient_cases() {
+  std::vector<Case> cases;
+  for (const auto& [N, O] : {std::pair<int64_t, int64_t>{65536, 768}, {65536, 3072}, {16384, 1600}, {16384, 6400}}) {
+    cases.push_back({"bias gradient", std::to_string(N) + " x " + std::to_string(O), 2.0 * static_cast<double>(N * O),
+                     0, [N = N, O = O](Pool& pool) -> Launch {
+                       float* dbias = pool.take<float>(O * 4);
+                       const void* dy = pool.take(N * O * 2);
+                       return [=](cudaStream_t stream) {
+                         return kernels::cuda::gemm().linear_backward_bias(dbias, dy, N, O, false, DType::kBF16,
+                                                                           stream);
+                       };
+                     }});
+  }
+  return cases;
+}
+
+nlohmann::json bench_epilogues(Pool& pool, cudaStream_t stream) {
+  nlohmann::json rows = nlohmann::json::array();
+  for (const auto& [N, C] : {std::pair<int64_t, int64_t>{65536, 768}, {16384, 1600}}) {
+    for (const EpilogueCase& c : epilogue_cases(N, C)) {
+      const std::vector<GemmProblem> problems = {c.problem};
+      pool.reset();
+      const int64_t scratch_bytes = kernels::cuda::gemm_tuning_scratch_bytes(problems);
+      void* scratch = pool.take(scratch_bytes);
+      kernels::cuda::GemmTable table;
+      std::vector<GemmTuning> report;
+      const KernelError error =
+          kernels::cuda::tune_gemms(&table, problems, scratch, scratch_bytes, {}, stream, &report);
+      if (error != kernels::kKernelOk) {
+        std::printf("  %-32s N %lld C %lld: %s\n", c.what, static_cast<long long>(N), static_cast<long long>(C),
+                    kernels::cuda::kernels().error_text(error).c_str());
+        continue;
+      }
+      const GemmTuning& t = report.front();
+      std::printf("  %-32s N %lld C %lld first %8.1f us, best %8.1f us %6.1f TFLOP/s (%d of %d)\n", c.what,
+                  static_cast<long long>(N), static_cast<long long>(C), t.first_us, t.best_us,
+                  tflops(t.problem, t.best_us), t.taken, t.candidates);
+      rows.push_back({{"what", c.what}, {"N", N}, {"C", C}, {"first_us", t.first_us}, {"best_us", t.best_us}});
+    }
+  }
+  return rows;
+}
 
 std::vector<Case> attention_cases() {
   std::vector<Case> cases;

@@ -232,14 +232,16 @@ KernelError cudnn_attention_backward(void* dq, void* dk, void* dv, const void* d
 }
 
 int64_t cudnn_attention_workspace_bound(const AttentionShape& s) {
-  const int64_t T = (s.T + 127) / 128 * 128, rows = s.B * s.H * T;
-  // sum_d do o of every row; dk and dv of every query head before a group's are added up; and dq in fp32, or, where the
-  // order of additions must not vary, the gradients of all scores in bf16.
+  const auto round_up = [](int64_t n, int64_t to) { return (n + to - 1) / to * to; };
+  const int64_t rows = s.B * s.H * s.T;
+  // sum_d do o of every row; dk and dv of every query head before a group's are added up, in bf16; and dq in fp32, or,
+  // where the order of additions must not vary, the gradients of all scores in bf16.
   const int64_t row_sums = rows * 4;
-  const int64_t heads = s.H == s.K ? 0 : 2 * rows * s.D * 4;
-  const int64_t dq = s.deterministic ? rows * T * 2 : rows * s.D * 4;
+  const int64_t heads = s.H == s.K ? 0 : 2 * rows * s.D * 2;
+  const int64_t dq = s.deterministic ? s.B * s.H * round_up(s.T, 64) * round_up(s.T, 128) * 2 : rows * s.D * 4;
+  // cuDNN 9.14 wants the sum of these, 8 B bytes where it masks the end of a tile, and 256.
   constexpr int64_t kSlack = 1 << 20;
-  return row_sums + heads + dq + kSlack;
+  return row_sums + heads + dq + 8 * s.B + kSlack;
 }
 
 const char* cudnn_version() {

@@ -15,9 +15,10 @@ cudaStream_t cuda_stream(StreamHandle stream) { return static_cast<cudaStream_t>
 bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
 KernelError run(GemmProblem problem, Operands operands, void* scratch, StreamHandle stream) {
-  problem.aligned = aligned(operands.a) && aligned(operands.b) && aligned(operands.d) && aligned(operands.bias);
+  problem.aligned = aligned(operands.a) && aligned(operands.b) && aligned(operands.d) && aligned(operands.bias) &&
+                    aligned(operands.up);
   Matmul matmul;
-  const cublasStatus_t described = matmul.init(problem, operands.bias);
+  const cublasStatus_t described = matmul.init(problem, operands);
   if (described != CUBLAS_STATUS_SUCCESS) return cublas_error(described);
   cublasLtMatmulAlgo_t algorithm;
   if (const KernelError error = algorithm_for(&algorithm, problem, matmul); error != kKernelOk) return error;
@@ -31,7 +32,7 @@ KernelError linear_forward(void* y, const void* x, const void* w, const float* b
   if (gemv_applies(N, I, O, dtype) && aligned(x) && aligned(w)) return gemv(y, x, w, bias, N, I, O, dtype, stream);
   void* scratch = nullptr;
   if (const KernelError error = stream_scratch(&scratch, stream); error != kKernelOk) return error;
-  const void* added = bias;
+  void* added = const_cast<float*>(bias);  // read only
   if (bias != nullptr && dtype == DType::kBF16) {
     // The library adds a bias of the output's type only.
     if (O * size_of(dtype) > kBiasScratchBytes) return kNotSupported;
@@ -41,7 +42,8 @@ KernelError linear_forward(void* y, const void* x, const void* w, const float* b
     }
     added = rounded;
   }
-  return run({GemmOp::kForward, N, I, O, dtype, false, bias != nullptr}, {y, w, x, added}, scratch, stream);
+  const GemmEpilogue epilogue = bias != nullptr ? GemmEpilogue::kBias : GemmEpilogue::kNone;
+  return run({GemmOp::kForward, N, I, O, dtype, false, epilogue}, {y, w, x, added}, scratch, stream);
 }
 
 KernelError linear_backward_input(void* dx, const void* dy, const void* w, int64_t N, int64_t I, int64_t O,

@@ -10,6 +10,7 @@ namespace {
 
 constexpr std::string_view kFirstLine = "kintsugi gemm algorithms 1";
 constexpr const char* kOpNames[] = {"forward", "backward_input", "backward_weight"};
+constexpr const char* kEpilogueNames[] = {"plain", "bias", "bias_gelu", "gelu_gradient", "bias_gradient"};
 constexpr int64_t kLargestSize = int64_t{1} << 40;
 constexpr size_t kLongestText = 4 << 20;
 constexpr size_t kAlgorithmDigits = 128;
@@ -90,6 +91,21 @@ class Reader {
   std::string why_;
 };
 
+bool belongs_to(GemmEpilogue epilogue, GemmOp op) {
+  switch (epilogue) {
+    case GemmEpilogue::kNone:
+      return true;
+    case GemmEpilogue::kBias:
+    case GemmEpilogue::kBiasGelu:
+      return op == GemmOp::kForward;
+    case GemmEpilogue::kGeluGradient:
+      return op == GemmOp::kBackwardInput;
+    case GemmEpilogue::kBiasGradient:
+      return op == GemmOp::kBackwardWeight;
+  }
+  return false;
+}
+
 bool read_environment(Reader& r, GemmEnvironment* e) {
   if (!r.next_line()) return false;
   if (r.line() != kFirstLine) return r.fail("want '" + std::string(kFirstLine) + "'");
@@ -105,19 +121,22 @@ bool read_environment(Reader& r, GemmEnvironment* e) {
 
 bool read_entry(Reader& r, TunedGemm* entry) {
   GemmProblem& p = entry->problem;
-  int op, dtype, accumulate, bias, aligned;
+  int op = 0, dtype = 0, accumulate = 0, epilogue = 0, aligned = 0;
   if (!r.choice({kOpNames[0], kOpNames[1], kOpNames[2]}, &op) || !r.word_is("N") || !r.number(1, kLargestSize, &p.N) ||
       !r.word_is("I") || !r.number(1, kLargestSize, &p.I) || !r.word_is("O") || !r.number(1, kLargestSize, &p.O) ||
       !r.choice({name_of(DType::kF32), name_of(DType::kBF16)}, &dtype) ||
-      !r.choice({"overwrite", "accumulate"}, &accumulate) || !r.choice({"nobias", "bias"}, &bias) ||
+      !r.choice({"overwrite", "accumulate"}, &accumulate) ||
+      !r.choice({kEpilogueNames[0], kEpilogueNames[1], kEpilogueNames[2], kEpilogueNames[3], kEpilogueNames[4]},
+                &epilogue) ||
       !r.choice({"unaligned", "aligned"}, &aligned) || !r.word_is("us")) {
     return false;
   }
   p.op = static_cast<GemmOp>(op);
   p.dtype = static_cast<DType>(dtype);
   p.accumulate = accumulate == 1;
-  p.bias = bias == 1;
+  p.epilogue = static_cast<GemmEpilogue>(epilogue);
   p.aligned = aligned == 1;
+  if (!belongs_to(p.epilogue, p.op)) return r.fail("the epilogue belongs to another product");
   const std::string_view us = r.word();
   const auto [end, error] =
       std::from_chars(us.data(), us.data() + us.size(), entry->microseconds, std::chars_format::fixed);
@@ -139,8 +158,8 @@ bool before(const TunedGemm& entry, const GemmProblem& problem) { return entry.p
 
 std::string to_string(const GemmProblem& p) {
   return std::string(kOpNames[static_cast<int>(p.op)]) + " N " + std::to_string(p.N) + " I " + std::to_string(p.I) +
-         " O " + std::to_string(p.O) + " " + name_of(p.dtype) + (p.accumulate ? " accumulate" : " overwrite") +
-         (p.bias ? " bias" : " nobias") + (p.aligned ? " aligned" : " unaligned");
+         " O " + std::to_string(p.O) + " " + name_of(p.dtype) + (p.accumulate ? " accumulate " : " overwrite ") +
+         kEpilogueNames[static_cast<int>(p.epilogue)] + (p.aligned ? " aligned" : " unaligned");
 }
 
 std::string cache_file_name(const GemmEnvironment& environment) {

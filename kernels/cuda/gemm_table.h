@@ -7,7 +7,7 @@
 //   gpu NVIDIA H200
 //   driver 13000                     CUDA version of the driver: major * 1000 + minor * 10
 //   cublaslt 130100                  major * 10000 + minor * 100 + patch
-//   forward N 65536 I 768 O 2304 bf16 overwrite nobias aligned us 312.4 <128 hexadecimal digits>
+//   forward N 65536 I 768 O 2304 bf16 overwrite plain aligned us 312.4 <128 hexadecimal digits>
 //   ...                              one line a product, in ascending order of the fields before "us", none twice
 //   end 3 0123456789abcdef           number of products; FNV-1a 64 of all bytes before this line
 #pragma once
@@ -27,16 +27,25 @@ namespace kintsugi::kernels::cuda {
 // The three products of kernels/gemm.h, with its letters: N rows, I input width, O output width.
 enum class GemmOp : uint8_t { kForward, kBackwardInput, kBackwardWeight };
 
+// What is done to a product before it is stored.
+enum class GemmEpilogue : uint8_t {
+  kNone,
+  kBias,          // forward: bias[o] is added
+  kBiasGelu,      // forward: bias[o] is added, that is stored, too, and GELU's tanh form is the result
+  kGeluGradient,  // backward_input: times GELU's derivative at what kBiasGelu stored
+  kBiasGradient,  // backward_weight: sum_n dy[n,o] is stored, too
+};
+
 struct GemmProblem {
   GemmOp op = GemmOp::kForward;
   int64_t N = 0, I = 0, O = 0;
   DType dtype = DType::kBF16;
   bool accumulate = false;  // added to what the output holds
-  bool bias = false;        // forward only
-  bool aligned = true;      // every operand starts at a multiple of 16 bytes
+  GemmEpilogue epilogue = GemmEpilogue::kNone;
+  bool aligned = true;  // every operand starts at a multiple of 16 bytes
   auto operator<=>(const GemmProblem&) const = default;
 };
-// "forward N 65536 I 768 O 2304 bf16 overwrite nobias aligned".
+// "forward N 65536 I 768 O 2304 bf16 overwrite plain aligned".
 std::string to_string(const GemmProblem& problem);
 
 // What the choice depends on beside the product itself.

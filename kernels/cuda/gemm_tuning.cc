@@ -25,7 +25,7 @@ constexpr int64_t round_up(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // Where a product's operands lie in the scratch; 16 bytes more than they need, so that they can be moved off alignment.
 struct Places {
-  int64_t d, a, b, bias, end;
+  int64_t d, a, b, bias, up, end;
 };
 Places places_of(const GemmProblem& p) {
   const int64_t element = size_of(p.dtype), x = p.N * p.I * element, y = p.N * p.O * element, w = p.I * p.O * element;
@@ -35,7 +35,10 @@ Places places_of(const GemmProblem& p) {
   at.a = round_up(d_bytes + 16);
   at.b = at.a + round_up((weight ? x : w) + 16);
   at.bias = at.b + round_up((forward ? x : y) + 16);
-  at.end = at.bias + round_up(p.O * element + 16);
+  at.up = at.bias + round_up(p.O * 4 + 16);
+  at.end = at.up + (p.epilogue == GemmEpilogue::kBiasGelu || p.epilogue == GemmEpilogue::kGeluGradient
+                        ? round_up((forward ? y : x) + 16)
+                        : 0);
   return at;
 }
 
@@ -74,7 +77,7 @@ class Tuner {
 
   KernelError start() {
     if (const KernelError error = stream_scratch(&workspace_, stream_); error != kKernelOk) return error;
-    if (const cudaError_t error = watch_.create(options_.candidates * options_.repetitions); error != cudaSuccess) {
+    if (const cudaError_t error = watch_.create(options_.candidates); error != cudaSuccess) {
       return error;
     }
     // Pairs of bf16 are sensible fp32 numbers, too.
@@ -87,9 +90,9 @@ class Tuner {
     const bool fits = at.end <= scratch_bytes_;
     const int64_t shift = problem.aligned ? 0 : 4;
     char* base = scratch_ + shift;
-    const Operands operands{base + at.d, base + at.a, base + at.b, problem.bias ? base + at.bias : nullptr};
+    const Operands operands{base + at.d, base + at.a, base + at.b, base + at.bias, base + at.up};
     Matmul matmul;
-    if (const cublasStatus_t s = matmul.init(problem, operands.bias); s != CUBLAS_STATUS_SUCCESS) {
+    if (const cublasStatus_t s = matmul.init(problem, operands); s != CUBLAS_STATUS_SUCCESS) {
       return cublas_error(s);
     }
     std::vector<cublasLtMatmulAlgo_t> algorithms;
@@ -104,7 +107,7 @@ class Tuner {
       std::vector<double> us;
       if (const KernelError error = time(&us, matmul, operands, algorithms); error != kKernelOk) return error;
       best = static_cast<size_t>(std::min_element(us.begin(), us.end()) - us.begin());
-      seen->first_us = us[0];
+      seen->first_us = us[0] < kNever ? us[0] : 0;
       seen->best_us = us[best];
       seen->candidates = static_cast<int>(us.size());
       seen->taken = static_cast<int>(best);
@@ -118,33 +121,53 @@ class Tuner {
   // Fastest time of each algorithm. One that fails is out of the race.
   KernelError time(std::vector<double>* us, Matmul& matmul, const Operands& operands,
                    const std::vector<cublasLtMatmulAlgo_t>& algorithms) {
-    constexpr double kNever = 1e12;
     us->assign(algorithms.size(), kNever);
-    std::vector<bool> works(algorithms.size());
-    const auto run = [&](size_t i) {
-      return matmul.run(operands, algorithms[i], workspace_, stream_scratch_bytes(), cuda_stream());
-    };
-    for (size_t i = 0; i < algorithms.size(); ++i) works[i] = run(i) == CUBLAS_STATUS_SUCCESS;  // loads the kernels
-    const size_t count = algorithms.size(), repetitions = static_cast<size_t>(options_.repetitions);
-    for (size_t r = 0; r < repetitions; ++r) {
-      for (size_t i = 0; i < count; ++i) {
-        if (!works[i]) continue;
-        cudaEventRecord(watch_.begin(r * count + i), cuda_stream());
-        works[i] = run(i) == CUBLAS_STATUS_SUCCESS;
-        cudaEventRecord(watch_.end(r * count + i), cuda_stream());
+    std::vector<bool> running(algorithms.size(), true);
+    double best = kNever;
+    // The first round also loads the kernels. It counts when they are so long that the device never waits for that.
+    for (int round = 0; round <= options_.repetitions; ++round) {
+      std::vector<double> now;
+      if (const KernelError error = time_once(&now, running, matmul, operands, algorithms); error != kKernelOk) {
+        return error;
       }
+      const double fastest = *std::min_element(now.begin(), now.end());
+      if (fastest == kNever) return kNotSupported;
+      if (round == 0 && fastest < kLongUs) continue;
+      for (size_t i = 0; i < now.size(); ++i) (*us)[i] = std::min((*us)[i], now[i]);
+      best = std::min(best, fastest);
+      if (round == 0) continue;
+      if (fastest >= kLongUs) break;
+      for (size_t i = 0; i < now.size(); ++i) running[i] = running[i] && (*us)[i] < kHopeless * best;
+    }
+    return kKernelOk;
+  }
+
+  // One call of each algorithm that is running; kNever for the others. Those that fail stop running.
+  KernelError time_once(std::vector<double>* us, std::vector<bool>& running, Matmul& matmul, const Operands& operands,
+                        const std::vector<cublasLtMatmulAlgo_t>& algorithms) {
+    us->assign(algorithms.size(), kNever);
+    for (size_t i = 0; i < algorithms.size(); ++i) {
+      if (!running[i]) continue;
+      cudaEventRecord(watch_.begin(i), cuda_stream());
+      running[i] = matmul.run(operands, algorithms[i], workspace_, stream_scratch_bytes(), cuda_stream()) ==
+                   CUBLAS_STATUS_SUCCESS;
+      cudaEventRecord(watch_.end(i), cuda_stream());
     }
     if (const cudaError_t error = cudaStreamSynchronize(cuda_stream()); error != cudaSuccess) return error;
-    for (size_t i = 0; i < count; ++i) {
-      for (size_t r = 0; r < repetitions && works[i]; ++r) {
-        float ms = 0;
-        const cudaError_t error = cudaEventElapsedTime(&ms, watch_.begin(r * count + i), watch_.end(r * count + i));
-        if (error != cudaSuccess) return error;
-        (*us)[i] = std::min((*us)[i], static_cast<double>(ms) * 1000);
+    for (size_t i = 0; i < algorithms.size(); ++i) {
+      if (!running[i]) continue;
+      float ms = 0;
+      if (const cudaError_t error = cudaEventElapsedTime(&ms, watch_.begin(i), watch_.end(i)); error != cudaSuccess) {
+        return error;
       }
+      (*us)[i] = static_cast<double>(ms) * 1000;
     }
-    return *std::min_element(us->begin(), us->end()) < kNever ? kKernelOk : kNotSupported;
+    return kKernelOk;
   }
+
+  static constexpr double kNever = 1e12;
+  static constexpr double kLongUs = 4000;
+  static constexpr double kHopeless = 1.1;  // times the best: not timed again
 
   cudaStream_t cuda_stream() const { return static_cast<cudaStream_t>(stream_); }
   double elapsed_ms() const {
@@ -211,10 +234,10 @@ bool use_gemm_table(const GemmTable& table, std::string* why) {
            ", this is " + here.gpu + " with " + std::to_string(here.cublaslt);
     return false;
   }
-  alignas(16) static const char kAnywhere[16] = {};
+  alignas(16) char anywhere[16];  // nothing is read or written there
   for (const TunedGemm& entry : table.entries) {
     Matmul matmul;
-    if (matmul.init(entry.problem, entry.problem.bias ? kAnywhere : nullptr) != CUBLAS_STATUS_SUCCESS ||
+    if (matmul.init(entry.problem, {anywhere, anywhere, anywhere, anywhere, anywhere}) != CUBLAS_STATUS_SUCCESS ||
         !matmul.accepts(algorithm_of(entry), deterministic_algorithms(), stream_scratch_bytes())) {
       *why = "cuBLASLt refuses the algorithm of " + to_string(entry.problem);
       return false;

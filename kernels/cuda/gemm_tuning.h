@@ -20,8 +20,8 @@ namespace kintsugi::kernels::cuda {
 GemmEnvironment gemm_environment();
 
 struct GemmTuningOptions {
-  int candidates = 8;       // algorithms a product that are timed, the library's favourites
-  int repetitions = 3;      // of which the fastest counts; the candidates take turns
+  int candidates = 16;      // algorithms a product that are timed, the library's favourites
+  int repetitions = 3;      // of which the fastest counts; the candidates take turns, slow ones only once
   double budget_ms = 2000;  // products whose turn comes later keep the library's first choice
 };
 

@@ -12,8 +12,8 @@ constexpr cudaDataType_t data_type(DType dtype) { return dtype == DType::kBF16 ?
 
 struct ProblemHash {
   size_t operator()(const GemmProblem& p) const {
-    uint64_t hash = static_cast<uint64_t>(p.op) << 8 | static_cast<uint64_t>(p.dtype) << 4 |
-                    static_cast<uint64_t>(p.accumulate) << 2 | static_cast<uint64_t>(p.bias) << 1 |
+    uint64_t hash = static_cast<uint64_t>(p.op) << 8 | static_cast<uint64_t>(p.dtype) << 6 |
+                    static_cast<uint64_t>(p.epilogue) << 2 | static_cast<uint64_t>(p.accumulate) << 1 |
                     static_cast<uint64_t>(p.aligned);
     for (const int64_t size : {p.N, p.I, p.O}) {
       hash = (hash ^ static_cast<uint64_t>(size)) * 0x9e3779b97f4a7c15u;
@@ -71,9 +71,10 @@ cublasStatus_t set(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_
 
 }  // namespace
 
-cublasStatus_t Matmul::init(const GemmProblem& p, const void* bias) {
+cublasStatus_t Matmul::init(const GemmProblem& p, const Operands& operands) {
   accumulate_ = p.accumulate;
   aligned_ = p.aligned;
+  fp32_input_ = p.dtype == DType::kF32;
   fp32_output_ = p.op == GemmOp::kBackwardWeight || p.dtype == DType::kF32;
   const cudaDataType_t type = data_type(p.dtype);
   // CUBLAS_COMPUTE_32F multiplies fp32 operands as they are; the modes that round them to TF32 have names of their own.
@@ -91,11 +92,37 @@ cublasStatus_t Matmul::init(const GemmProblem& p, const void* bias) {
   const int64_t d_rows = forward ? p.O : p.I;
   KTG_RETURN_IF_CUBLAS_ERROR(
       cublasLtMatrixLayoutInit(&d_, fp32_output_ ? CUDA_R_32F : type, rows(d_rows), rows(weight ? p.O : p.N), d_rows));
-  if (!p.bias) return CUBLAS_STATUS_SUCCESS;
-  KTG_RETURN_IF_CUBLAS_ERROR(
-      set<cublasLtEpilogue_t>(&operation_, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS));
-  KTG_RETURN_IF_CUBLAS_ERROR(set<int32_t>(&operation_, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, type));
-  return set<const void*>(&operation_, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+  return add_epilogue(p, operands);
+}
+
+cublasStatus_t Matmul::add_epilogue(const GemmProblem& p, const Operands& operands) {
+  cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+  switch (p.epilogue) {
+    case GemmEpilogue::kNone:
+      return CUBLAS_STATUS_SUCCESS;
+    case GemmEpilogue::kBias:
+      epilogue = CUBLASLT_EPILOGUE_BIAS;
+      break;
+    case GemmEpilogue::kBiasGelu:
+      epilogue = CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
+      break;
+    case GemmEpilogue::kGeluGradient:
+      epilogue = CUBLASLT_EPILOGUE_DGELU;
+      break;
+    case GemmEpilogue::kBiasGradient:
+      epilogue = CUBLASLT_EPILOGUE_BGRADB;  // over the columns of dw^T, which are dw's rows
+      break;
+  }
+  KTG_RETURN_IF_CUBLAS_ERROR(set(&operation_, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue));
+  if (p.epilogue != GemmEpilogue::kGeluGradient) {
+    const cudaDataType_t type = p.epilogue == GemmEpilogue::kBiasGradient ? CUDA_R_32F : data_type(p.dtype);
+    KTG_RETURN_IF_CUBLAS_ERROR(set<int32_t>(&operation_, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, type));
+    KTG_RETURN_IF_CUBLAS_ERROR(set<const void*>(&operation_, CUBLASLT_MATMUL_DESC_BIAS_POINTER, operands.bias));
+  }
+  if (p.epilogue != GemmEpilogue::kBiasGelu && p.epilogue != GemmEpilogue::kGeluGradient) return CUBLAS_STATUS_SUCCESS;
+  const int64_t width = p.op == GemmOp::kForward ? p.O : p.I;
+  KTG_RETURN_IF_CUBLAS_ERROR(set<int64_t>(&operation_, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, width));
+  return set<const void*>(&operation_, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, operands.up);
 }
 
 cublasStatus_t Matmul::propose(std::vector<cublasLtMatmulAlgo_t>* algorithms, int count, bool deterministic,
@@ -108,7 +135,7 @@ cublasStatus_t Matmul::propose(std::vector<cublasLtMatmulAlgo_t>* algorithms, in
   KTG_RETURN_IF_CUBLAS_ERROR(
       preference.set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, allowed_schemes(fp32_output_, deterministic)));
   const uint32_t alignment = aligned_ ? 16 : fp32_output_ ? 4 : 2;
-  const uint32_t input_alignment = aligned_ ? 16 : 2;
+  const uint32_t input_alignment = aligned_ ? 16 : fp32_input_ ? 4 : 2;
   KTG_RETURN_IF_CUBLAS_ERROR(preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, input_alignment));
   KTG_RETURN_IF_CUBLAS_ERROR(preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, input_alignment));
   KTG_RETURN_IF_CUBLAS_ERROR(preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment));

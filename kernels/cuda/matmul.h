@@ -16,18 +16,20 @@
 namespace kintsugi::kernels::cuda {
 
 struct Operands {
-  void* d;                     // y, dx or dw
-  const void* a;               // w, w or x
-  const void* b;               // x, dy or dy
-  const void* bias = nullptr;  // (O) of the problem's dtype; only with problem.bias
+  void* d;        // y, dx or dw
+  const void* a;  // w, w or x
+  const void* b;  // x, dy or dy
+  void* bias =
+      nullptr;         // (O): what kBias and kBiasGelu add, of the problem's dtype; what kBiasGradient stores, in fp32
+  void* up = nullptr;  // what kBiasGelu stores (N, O) and kGeluGradient reads (N, I), of the problem's dtype
 };
 
 // Descriptors without an owner: plain structs that live where they are declared.
 class Matmul {
  public:
-  // Every other member may be used only after this succeeded. `bias` may be any aligned pointer when only algorithms
-  // are asked for.
-  cublasStatus_t init(const GemmProblem& problem, const void* bias);
+  // Every other member may be used only after this succeeded. Of the operands only the epilogue's matter here; when
+  // only algorithms are asked for, they may be any aligned pointers.
+  cublasStatus_t init(const GemmProblem& problem, const Operands& operands);
 
   // At most `count` algorithms, the library's favourite first, none that needs more than `scratch_bytes` or, when
   // `deterministic`, that adds partial sums in an order that may vary.
@@ -39,9 +41,11 @@ class Matmul {
                      int64_t scratch_bytes, cudaStream_t stream);
 
  private:
+  cublasStatus_t add_epilogue(const GemmProblem& problem, const Operands& operands);
+
   cublasLtMatmulDescOpaque_t operation_;
   cublasLtMatrixLayoutOpaque_t a_, b_, d_;
-  bool accumulate_ = false, aligned_ = true, fp32_output_ = false;
+  bool accumulate_ = false, aligned_ = true, fp32_input_ = false, fp32_output_ = false;
 };
 
 // *algorithm: the one that use_gemm_table() gave for the product, or else the library's favourite, which is asked for

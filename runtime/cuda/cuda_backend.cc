@@ -64,10 +64,12 @@ Status status_of(cudaError_t error, std::string_view what) {
 cudaStream_t raw(const Stream& stream) { return static_cast<cudaStream_t>(stream.handle()); }
 
 std::vector<kernels::cuda::GemmProblem> problems_of(std::span<const kernels::LinearShape> layers) {
+  using kernels::cuda::GemmEpilogue;
   using kernels::cuda::GemmOp;
   std::vector<kernels::cuda::GemmProblem> problems;
   for (const kernels::LinearShape& l : layers) {
-    problems.push_back({GemmOp::kForward, l.N, l.I, l.O, l.dtype, false, l.bias});
+    const GemmEpilogue epilogue = l.bias ? GemmEpilogue::kBias : GemmEpilogue::kNone;
+    problems.push_back({GemmOp::kForward, l.N, l.I, l.O, l.dtype, false, epilogue});
     problems.push_back({GemmOp::kBackwardInput, l.N, l.I, l.O, l.dtype});
     problems.push_back({GemmOp::kBackwardWeight, l.N, l.I, l.O, l.dtype});
     if (l.accumulate) problems.push_back({GemmOp::kBackwardWeight, l.N, l.I, l.O, l.dtype, true});

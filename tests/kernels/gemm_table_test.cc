@@ -23,13 +23,16 @@ GemmTable random_table(int entries, std::mt19937_64& rng) {
   table.environment = {"NVIDIA H200", 13000, 130100};
   while (static_cast<int>(table.entries.size()) < entries) {
     TunedGemm entry;
-    entry.problem = {static_cast<GemmOp>(rng() % 3),
+    const auto op = static_cast<GemmOp>(rng() % 3);
+    const GemmEpilogue epilogues[] = {GemmEpilogue::kBiasGelu, GemmEpilogue::kGeluGradient,
+                                      GemmEpilogue::kBiasGradient};
+    entry.problem = {op,
                      static_cast<int64_t>(rng() % 100000 + 1),
                      static_cast<int64_t>(rng() % 100000 + 1),
                      static_cast<int64_t>(rng() % 100000 + 1),
                      static_cast<DType>(rng() % 2),
                      rng() % 2 == 0,
-                     rng() % 2 == 0,
+                     rng() % 2 == 0 ? GemmEpilogue::kNone : epilogues[static_cast<int>(op)],
                      rng() % 2 == 0};
     entry.microseconds = static_cast<double>(rng() % 100000) / 10;
     for (uint64_t& word : entry.algorithm) word = rng();
@@ -125,13 +128,13 @@ TEST(GemmTableTest, EntriesAreFoundReplacedAndMissed) {
   EXPECT_EQ(table.find(a)->microseconds, 3.0);
   EXPECT_EQ(table.entries.size(), 2u);
   GemmProblem c = a;
-  c.bias = true;
+  c.epilogue = GemmEpilogue::kBias;
   EXPECT_EQ(table.missing(std::vector<GemmProblem>{c, a, b, c}), std::vector<GemmProblem>{c});
 }
 
 TEST(GemmTableTest, ProblemsAndEnvironmentsHaveNames) {
   EXPECT_EQ(to_string(GemmProblem{GemmOp::kForward, 65536, 768, 2304}),
-            "forward N 65536 I 768 O 2304 bf16 overwrite nobias aligned");
+            "forward N 65536 I 768 O 2304 bf16 overwrite plain aligned");
   EXPECT_EQ(cache_file_name({"NVIDIA H200", 13000, 130100}), "gemm-nvidia-h200-13000-130100.txt");
   EXPECT_EQ(cache_file_name({"../x", 1, 2}), "gemm----x-1-2.txt");
 }
