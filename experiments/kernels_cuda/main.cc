@@ -3,6 +3,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -66,20 +67,26 @@ struct Timer {
   }
 };
 
-double copy_gb_per_s(Timer& timer, Pool& pool) {
-  constexpr int64_t kBytes = int64_t{1} << 30;
-  char* from = pool.take<char>(kBytes);
-  char* to = pool.take<char>(kBytes);
-  const std::vector<Launch> copy = {[=](cudaStream_t stream) -> KernelError {
-    return cudaMemcpyAsync(to, from, kBytes, cudaMemcpyDeviceToDevice, stream);
-  }};
-  const double us = timer.median_us(copy);
+// GB/s, read and written, of copies that move `bytes` in all, half of them each way.
+double copy_gb_per_s(Timer& timer, Pool& pool, double bytes) {
+  const auto half = static_cast<int64_t>(bytes / 2);
+  std::vector<Launch> copies;
   pool.reset();
-  return 2.0 * kBytes / us / 1e3;
+  do {
+    char* from = pool.take<char>(half);
+    char* to = pool.take<char>(half);
+    copies.push_back([=](cudaStream_t stream) -> KernelError {
+      return cudaMemcpyAsync(to, from, static_cast<size_t>(half), cudaMemcpyDeviceToDevice, stream);
+    });
+  } while (pool.used() < kBeyondL2Bytes && copies.size() < 64);
+  const double us = pool.exhausted() ? std::nan("") : timer.median_us(copies);
+  pool.reset();
+  return 2.0 * static_cast<double>(half) / us / 1e3;
 }
 
 nlohmann::json measure(Timer& timer, Pool& pool, const Case& c, double copy_rate) {
   std::vector<Launch> launches;
+  const double alike = c.operations > 0 ? 0 : copy_gb_per_s(timer, pool, c.bytes);
   pool.reset();
   do {
     launches.push_back(c.prepare(pool));
@@ -104,10 +111,11 @@ nlohmann::json measure(Timer& timer, Pool& pool, const Case& c, double copy_rate
     row["tflop_per_s"] = tflops;
   } else {
     const double rate = c.bytes / us / 1e3;
-    std::printf("%-28s %-24s %9.1f us %8.0f GB/s %5.1f %%\n", c.kernel.c_str(), c.shape.c_str(), us, rate,
-                100 * rate / copy_rate);
+    std::printf("%-28s %-24s %9.1f us %8.0f GB/s %5.1f %% %5.1f %%\n", c.kernel.c_str(), c.shape.c_str(), us, rate,
+                100 * rate / copy_rate, 100 * rate / alike);
     row["gb_per_s"] = rate;
     row["percent_of_copy"] = 100 * rate / copy_rate;
+    row["percent_of_copy_of_as_many_bytes"] = 100 * rate / alike;
   }
   return row;
 }
@@ -131,8 +139,9 @@ int run(int argc, char** argv) {
   cudaStreamCreateWithFlags(&timer.stream, cudaStreamNonBlocking);
   cudaEventCreate(&timer.begin);
   cudaEventCreate(&timer.end);
-  const double copy_rate = copy_gb_per_s(timer, pool);
-  std::printf("%s; copy of 1 GiB: %.0f GB/s read + written\n", device.name, copy_rate);
+  const double copy_rate = copy_gb_per_s(timer, pool, double{1 << 30} * 2);
+  std::printf("%s; copy of 1 GiB: %.0f GB/s read + written; %% of that, %% of a copy of as many bytes\n", device.name,
+              copy_rate);
   nlohmann::json results = nlohmann::json::array(), gemms, epilogues, graphs;
   if (kernels::cuda::init_libraries({}) != kernels::kKernelOk) return 1;
   if (std::string("gemm").find(filter) != std::string::npos) gemms = bench_gemms(pool, timer.stream);

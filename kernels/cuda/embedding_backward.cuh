@@ -192,7 +192,7 @@ inline KernelError list_tokens(const TokenLists& l, const int32_t* ids, StreamHa
   const auto by_row = static_cast<uint32_t>(ceil_div(l.rows, kListThreads));
   count_tokens_kernel<<<by_token, kListThreads, 0, stream_of(stream)>>>(l, ids);
   const auto next = [&](auto kernel, uint32_t blocks, auto... arguments) {
-    return launch_overlapped(kernel, blocks, kListThreads, stream_of(stream), arguments...);
+    return launch_overlapped(kernel, blocks, kListThreads, stream_of(stream), 0, arguments...);
   };
   cudaError_t error = next(place_lists_kernel, by_row, l);
   if (error == cudaSuccess) error = next(scatter_tokens_kernel, by_token, l, ids);
@@ -355,7 +355,7 @@ KernelError sum_tokens(const EmbeddingSum<T>& a, const TokenLists& l, StreamHand
   const auto blocks = static_cast<uint32_t>(kListBlocks + ceil_div(l.rows, kSumThreads / 32 * kRowsOfWarp));
   const bool vectors = a.C % kVectorSize<T> == 0 && aligned16(a.dtable, a.dy);
   return launch_overlapped(vectors ? sum_tokens_kernel<T, true> : sum_tokens_kernel<T, false>, blocks, kSumThreads,
-                           stream_of(stream), a, l);
+                           stream_of(stream), 0, a, l);
 }
 
 }  // namespace kintsugi::kernels::cuda

@@ -303,7 +303,7 @@ KernelError launch_norm_backward(NormBackward<T> a, float* dw, float* db, void* 
   const KernelError error = launch_error();
   if (error != kKernelOk) return error;
   const dim3 grid(static_cast<uint32_t>(ceil_div(C, 32)), kMean ? 2 : 1);
-  return launch_overlapped(sum_partials_kernel, grid, dim3(32, 32), stream_of(stream), dw, db, a.dw_partials,
+  return launch_overlapped(sum_partials_kernel, grid, dim3(32, 32), stream_of(stream), 0, dw, db, a.dw_partials,
                            a.db_partials, static_cast<int32_t>(plan.blocks), static_cast<int32_t>(C), accumulate);
 }
 
