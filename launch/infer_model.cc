@@ -18,21 +18,31 @@ constexpr int kMaxAttempts = 10;  // a trainer that saves faster than this reads
 
 constexpr const char* kManifest = "manifest.json";
 
+// To a device piece by piece, so that the host never holds them all.
+Status load_through_host(FileSystem& fs, InferenceModel& model) {
+  constexpr int64_t kPiece = int64_t{16} << 20;  // elements: 64 MiB
+  const int64_t length = model.params->total_length(), most = std::min(length, kPiece);
+  KTG_ASSIGN_OR_RETURN(const runtime::Buffer host, model.backend->allocate_host(most * 4, "weights on their way"));
+  KTG_ASSIGN_OR_RETURN(const std::unique_ptr<runtime::Stream> stream, model.backend->create_stream());
+  for (int64_t at = 0; at < length; at += kPiece) {
+    const int64_t count = std::min(kPiece, length - at);
+    KTG_RETURN_IF_ERROR(
+        checkpoint::load_state(fs, model.checkpoint, *model.params, host.as<float>(), nullptr, nullptr, {at, count}));
+    KTG_RETURN_IF_ERROR(model.backend->copy(model.weights.as<float>() + at, host.data(), count * 4, *stream));
+    KTG_RETURN_IF_ERROR(stream->synchronize(Deadline::never()));  // one copy, which ends
+  }
+  return ok_status();
+}
+
 // Weights, their copy in the compute dtype, and the access to both.
 Status load_weights(FileSystem& fs, InferenceModel& model) {
   const int64_t length = model.params->total_length();
   KTG_ASSIGN_OR_RETURN(model.weights, model.backend->allocate(length * 4, "weights"));
-  const auto load = [&](float* weights) {
-    return checkpoint::load_state(fs, model.checkpoint, *model.params, weights, nullptr, nullptr, {0, length});
-  };
   if (model.backend->kind() == runtime::DeviceKind::kCpu) {
-    KTG_RETURN_IF_ERROR(load(model.weights.as<float>()));
+    KTG_RETURN_IF_ERROR(checkpoint::load_state(fs, model.checkpoint, *model.params, model.weights.as<float>(), nullptr,
+                                               nullptr, {0, length}));
   } else {
-    KTG_ASSIGN_OR_RETURN(const runtime::Buffer host, model.backend->allocate_host(length * 4, "weights on their way"));
-    KTG_RETURN_IF_ERROR(load(host.as<float>()));
-    KTG_ASSIGN_OR_RETURN(const std::unique_ptr<runtime::Stream> stream, model.backend->create_stream());
-    KTG_RETURN_IF_ERROR(model.backend->copy(model.weights.data(), host.data(), length * 4, *stream));
-    KTG_RETURN_IF_ERROR(stream->synchronize(Deadline::never()));  // one copy, which ends
+    KTG_RETURN_IF_ERROR(load_through_host(fs, model));
   }
   const void* compute = model.weights.data();
   if (model.dtype != kernels::DType::kF32) {
