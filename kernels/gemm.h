@@ -4,8 +4,8 @@
 // T is the call's DType. Operations: 2 N I O each. A row of y or dx has the same bits whatever N is
 // and whatever the number of threads (prefill and training forward, 1 and 8 ranks rely on it). On the device that
 // holds for products of one (N, I, O) only, because the library picks another order of summation for another N; with
-// bf16 the bias is rounded to bf16 there, before it is added in fp32, and a product to bf16, before it is added to dx. Operands that do not start at a multiple of 16
-// bytes, or rows that are none, run slower.
+// bf16 the bias is rounded to bf16 there, before it is added in fp32, and a product to bf16, before it is added to dx.
+// Operands that do not start at a multiple of 16 bytes, or rows that are none, run slower.
 #pragma once
 
 #include "kernels/types.h"
@@ -17,7 +17,9 @@ struct LinearShape {
   int64_t N, I, O;
   DType dtype;
   bool bias;
-  bool accumulate;  // weight gradients are added to, too
+  bool accumulate;           // weight gradients are added to, too
+  bool gelu_after = false;   // linear_gelu_forward runs it
+  bool gelu_before = false;  // linear_gelu_backward_input runs its backward pass
 };
 
 struct GemmKernels {
@@ -33,12 +35,30 @@ struct GemmKernels {
   // dbias[o] = sum_n dy[n,o]; added to dbias when `accumulate`.
   KernelError (*linear_backward_bias)(float* dbias, const void* dy, int64_t N, int64_t O, bool accumulate, DType dtype,
                                       StreamHandle stream);
+  // The same with GELU's tanh form behind the layer: up = x w^T + bias, which the backward pass wants, and y =
+  // gelu(up). Like linear_forward and ActivationKernels::gelu_forward, except that the device takes GELU before it
+  // rounds up.
+  KernelError (*linear_gelu_forward)(void* y, void* up, const void* x, const void* w, const float* bias, int64_t N,
+                                     int64_t I, int64_t O, DType dtype, StreamHandle stream);
+  // The layer behind that GELU: d_up[n,i] = gelu'(up[n,i]) sum_o dy[n,o] w[o,i], up and d_up (N, I). d_up may not be
+  // up.
+  KernelError (*linear_gelu_backward_input)(void* d_up, const void* dy, const void* w, const void* up, int64_t N,
+                                            int64_t I, int64_t O, DType dtype, StreamHandle stream);
+  // linear_backward_weight and linear_backward_bias at once: dy is read once where the library can.
+  KernelError (*linear_backward_weight_bias)(float* dw, float* dbias, const void* dy, const void* x, int64_t N,
+                                             int64_t I, int64_t O, bool accumulate, DType dtype, StreamHandle stream);
   // "oneDNN 2.6.3 brg:avx512_core_bf16", "built-in blocked": for the start-up banner and reports.
   const char* (*library)();
 };
 
-namespace reference { const GemmKernels& gemm(); }
-namespace cpu { const GemmKernels& gemm(); }
-namespace cuda { const GemmKernels& gemm(); }
+namespace reference {
+const GemmKernels& gemm();
+}
+namespace cpu {
+const GemmKernels& gemm();
+}
+namespace cuda {
+const GemmKernels& gemm();
+}
 
 }  // namespace kintsugi::kernels

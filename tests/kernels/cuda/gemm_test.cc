@@ -125,6 +125,67 @@ TEST_P(CudaGemmTest, BiasGradientMatchesTheReferenceAndAccumulates) {
   }
 }
 
+// GELU's slope is at most 1.13, so an error of what goes in comes out little larger; what is kept for the backward pass
+// was rounded to the storage type.
+TEST_P(CudaGemmTest, GeluBehindALayerMatchesTheReferenceBothWays) {
+  for (const Sizes& s : {Sizes{1, 8, 8}, Sizes{40, 64, 256}, Sizes{257, 31, 33}, Sizes{1000, 192, 768}}) {
+    const Array x = normal(s.N * s.I), w = normal(s.O * s.I), bias = normal_f32(s.O);
+    const DeviceMemory dev_x(x), dev_w(w), dev_bias(bias), y = space(s.N * s.O), up = space(s.N * s.O);
+    KernelError error = gemm().linear_gelu_forward(y.data(), up.data(), dev_x.data(), dev_w.data(),
+                                                   dev_bias.as<float>(), s.N, s.I, s.O, dtype(), nullptr);
+    EXPECT_EQ(error, kKernelOk) << text(error) << ", " << to_string(s);
+    if (error != kKernelOk) continue;
+    Array expected_y(dtype(), s.N * s.O), expected_up(dtype(), s.N * s.O);
+    reference::gemm().linear_gelu_forward(expected_y.data(), expected_up.data(), x.data(), w.data(), bias.f32(), s.N,
+                                          s.I, s.O, dtype(), nullptr);
+    const double round = unit_roundoff(dtype());
+    const double sum = 2 * (sum_error(s.I) + round * static_cast<double>(bias.max_abs()) + 4 * kF32Round);
+    expect_close(up.array(dtype()), expected_up, sum, 2 * round, "up, " + to_string(s));
+    expect_close(y.array(dtype()), expected_y, sum + 2 * round * static_cast<double>(expected_up.max_abs()), 2 * round,
+                 "y, " + to_string(s));
+
+    // The layer behind: from O' = s.I to the GELU's width.
+    const Array dy = normal(s.N * s.I), w2 = normal(s.I * s.O);
+    const DeviceMemory dev_dy(dy), dev_w2(w2), dev_up(expected_up), d_up = space(s.N * s.O);
+    error = gemm().linear_gelu_backward_input(d_up.data(), dev_dy.data(), dev_w2.data(), dev_up.data(), s.N, s.O, s.I,
+                                              dtype(), nullptr);
+    EXPECT_EQ(error, kKernelOk) << text(error) << ", " << to_string(s);
+    if (error != kKernelOk) continue;
+    Array expected_d_up(dtype(), s.N * s.O);
+    reference::gemm().linear_gelu_backward_input(expected_d_up.data(), dy.data(), w2.data(), expected_up.data(), s.N,
+                                                 s.O, s.I, dtype(), nullptr);
+    // The reference rounds the product, too, before GELU's slope; slope and tanh in fp32 err by a few roundings of it.
+    const double product = 8 * std::sqrt(static_cast<double>(s.I));
+    expect_close(d_up.array(dtype()), expected_d_up, 2 * sum_error(s.I) + 2 * (round + 1e-5) * product, 2 * round,
+                 "d_up, " + to_string(s));
+  }
+}
+
+TEST_P(CudaGemmTest, WeightAndBiasGradientsAtOnceMatchTheReference) {
+  for (const Sizes& s : {Sizes{1, 8, 8}, Sizes{97, 256, 48}, Sizes{33, 251, 1}, Sizes{4099, 64, 192}}) {
+    const Array dy = normal(s.N * s.O), x = normal(s.N * s.I);
+    const Array before_w = normal_f32(s.O * s.I), before_b = normal_f32(s.O);
+    const DeviceMemory dev_dy(dy), dev_x(x);
+    for (const bool accumulate : {false, true}) {
+      Array dw = accumulate ? before_w : Array(DType::kF32, s.O * s.I);
+      Array db = accumulate ? before_b : Array(DType::kF32, s.O);
+      const DeviceMemory dev_dw(dw), dev_db(db), again_w(dw), again_b(db);
+      for (const auto& [to_w, to_b] : {std::pair{&dev_dw, &dev_db}, std::pair{&again_w, &again_b}}) {
+        const KernelError error =
+            gemm().linear_backward_weight_bias(to_w->as<float>(), to_b->as<float>(), dev_dy.data(), dev_x.data(), s.N,
+                                               s.I, s.O, accumulate, dtype(), nullptr);
+        EXPECT_EQ(error, kKernelOk) << text(error) << ", " << to_string(s);
+      }
+      reference::gemm().linear_backward_weight_bias(dw.f32(), db.f32(), dy.data(), x.data(), s.N, s.I, s.O, accumulate,
+                                                    dtype(), nullptr);
+      expect_close(dev_dw.array(DType::kF32), dw, sum_error(s.N), 2 * kF32Round, "dw, " + to_string(s));
+      expect_close(dev_db.array(DType::kF32), db, sum_error(s.N), 2 * kF32Round, "dbias, " + to_string(s));
+      expect_same_bits(again_w.array(DType::kF32), dev_dw.array(DType::kF32), "dw again, " + to_string(s));
+      expect_same_bits(again_b.array(DType::kF32), dev_db.array(DType::kF32), "dbias again, " + to_string(s));
+    }
+  }
+}
+
 TEST_P(CudaGemmTest, OperandsMayStartAnywhere) {
   const Sizes s{70, 64, 48};
   const Array x = normal(s.N * s.I), w = normal(s.O * s.I), bias = normal_f32(s.O);
