@@ -43,9 +43,10 @@ class Job:
         command = ["mpirun", "-np", str(args.ranks), "--oversubscribe"]
         if os.getuid() == 0:
             command.append("--allow-run-as-root")
-        command += [str(ROOT / args.build / "bin/train"), str(ROOT / "experiments/quick_start/quick_start.toml")]
+        command += [str(ROOT / args.build / "bin/train"), str(ROOT / args.config)]
         command += ["--out", str(self.out)]
-        for s in [f"training.steps={steps}", "training.eval_every=0", "fault.kill=[]", *sets, *args.set]:
+        for s in [f"training.steps={steps}", "training.eval_every=0", "fault.kill=[]",
+                  f"recovery.spares={args.spares}", *sets, *args.set]:
             command += ["--set", s]
         self.command = command
         self.begin = time.monotonic()
@@ -97,12 +98,15 @@ class Job:
 
     def step_times(self) -> list[float]:
         """Seconds of each step that was not interrupted."""
-        lines = [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+        path = self.out / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        lines = [json.loads(line) for line in text[:text.rfind("\n") + 1].splitlines()]
         return [l["time_metrics/end_to_end(s)"] for l in lines if "time_metrics/end_to_end(s)" in l]
 
 
-def kill_one(job: Job, rng: random.Random, ranks: int, window_s: float) -> dict:
-    job.wait_for(lambda: len(job.pids) == ranks and all(p["spares_ready"] for p in job.pids.values()))
+def kill_one(job: Job, rng: random.Random, ranks: int, window_s: float, spares: int = 1) -> dict:
+    job.wait_for(lambda: len(job.pids) == ranks and all(p["spares_ready"] >= spares for p in job.pids.values())
+                 and len(job.step_times()) > 0)
     time.sleep(rng.uniform(0, window_s))
     job.poll()
     before = len(job.recovered())
@@ -126,9 +130,13 @@ def kill_one(job: Job, rng: random.Random, ranks: int, window_s: float) -> dict:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--config", default="experiments/quick_start/quick_start.toml", help="from the root")
+    parser.add_argument("--spares", type=int, default=1)
+    parser.add_argument("--pace-steps", type=int, default=30, help="of the run that finds out how long a step takes")
+    parser.add_argument("--mend", type=float, default=1.5, help="seconds from a kill until the next may come, at most")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=0, help="of the job; 0: enough for the kills")
     parser.add_argument("--window", type=float, default=1.0, help="seconds in which a kill falls")
@@ -136,21 +144,25 @@ def main() -> int:
     parser.add_argument("--build", default="build/cpu-release")
     parser.add_argument("--out", default="outputs/kill_bench")
     parser.add_argument("--set", action="append", default=[], help="key=value for both runs")
-    args = parser.parse_args()
+    return parser
+
+
+def measure(args: argparse.Namespace) -> dict:
+    """The whole experiment; prints as it goes."""
     pathlib.Path(args.out).mkdir(parents=True, exist_ok=True)
     rng = random.Random(args.seed)
 
-    warm = Job(args, "pace", 30, [])
+    warm = Job(args, "pace", args.pace_steps, [])
     warm.finish()
-    pace = statistics.median(warm.step_times()[5:])
+    pace = statistics.median(warm.step_times()[min(5, args.pace_steps // 2):])
     # A kill needs its window, the mending, the step that follows, and the new spare's start behind training.
-    steps = args.steps or int(args.kills * (args.window / 2 + 1.5) / pace) + 50
+    steps = args.steps or int(args.kills * (args.window / 2 + args.mend) / pace) + max(5, args.pace_steps)
     print(f"undisturbed pace: {pace * 1e3:.0f} ms a step; {steps} steps for {args.kills} kills; seed {args.seed}", flush=True)
 
     job = Job(args, "disturbed", steps, [])
     kills = []
     for i in range(args.kills):
-        kills.append(kill_one(job, rng, args.ranks, args.window))
+        kills.append(kill_one(job, rng, args.ranks, args.window, args.spares))
         k = kills[-1]
         print(f"{i + 1:3d}: rank {k['rank']} step {k['step']:4d}  begun {k['begun_ms']:7.1f} ms  committed {k['committed_ms']:7.1f} ms  "
               + "  ".join(f"{n[:-3]} {v:.1f}" for n, v in k["phases"].items() if v is not None and n not in ("total_ms", "committed_ms")),
@@ -170,7 +182,7 @@ def main() -> int:
         "begun_ms": {"median": statistics.median(begun), "p95": percentile(begun, 95), "max": max(begun)},
         "committed_ms": {"median": statistics.median(committed), "p95": percentile(committed, 95), "max": max(committed)},
         "lost_ms_a_kill": lost_ms,
-        "phases_median_ms": {n: statistics.median([k["phases"][n] for k in kills if k["phases"][n] is not None])
+        "phases_median_ms": {n: statistics.median([k["phases"][n] for k in kills if k["phases"][n] is not None] or [0.0])
                              for n in kills[0]["phases"]},
         "steps_lost": sum(k["steps_lost"] for k in kills),
         "digests_equal": disturbed["state_sha256"] == undisturbed["state_sha256"],
@@ -186,7 +198,12 @@ def main() -> int:
           f"p95 {result['committed_ms']['p95']:.1f} ms (an undisturbed step takes {pace * 1e3:.0f} ms)")
     print(f"time lost against the undisturbed run: {lost_ms:.0f} ms a kill; committed steps lost: {result['steps_lost']}")
     print(f"median phases: " + ", ".join(f"{n[:-3]} {v:.1f}" for n, v in result["phases_median_ms"].items()))
-    print("the states are equal, bit for bit" if result["digests_equal"] else "THE STATES DIFFER")
+    print("the states are equal, bit for bit" if result["digests_equal"] else "THE STATES DIFFER", flush=True)
+    return result
+
+
+def main() -> int:
+    result = measure(arguments(__doc__).parse_args())
     return 0 if result["digests_equal"] and result["steps_lost"] == 0 else 1
 
 
