@@ -68,10 +68,14 @@ std::vector<kernels::cuda::GemmProblem> problems_of(std::span<const kernels::Lin
   using kernels::cuda::GemmOp;
   std::vector<kernels::cuda::GemmProblem> problems;
   for (const kernels::LinearShape& l : layers) {
-    const GemmEpilogue epilogue = l.bias ? GemmEpilogue::kBias : GemmEpilogue::kNone;
-    problems.push_back({GemmOp::kForward, l.N, l.I, l.O, l.dtype, false, epilogue});
-    problems.push_back({GemmOp::kBackwardInput, l.N, l.I, l.O, l.dtype});
-    problems.push_back({GemmOp::kBackwardWeight, l.N, l.I, l.O, l.dtype});
+    const GemmEpilogue forward = l.gelu_after ? GemmEpilogue::kBiasGelu
+                                 : l.bias     ? GemmEpilogue::kBias
+                                              : GemmEpilogue::kNone;
+    problems.push_back({GemmOp::kForward, l.N, l.I, l.O, l.dtype, false, forward});
+    problems.push_back({GemmOp::kBackwardInput, l.N, l.I, l.O, l.dtype, false,
+                        l.gelu_before ? GemmEpilogue::kGeluGradient : GemmEpilogue::kNone});
+    problems.push_back({GemmOp::kBackwardWeight, l.N, l.I, l.O, l.dtype, false,
+                        l.bias ? GemmEpilogue::kBiasGradient : GemmEpilogue::kNone});
     if (l.accumulate) problems.push_back({GemmOp::kBackwardWeight, l.N, l.I, l.O, l.dtype, true});
   }
   return problems;

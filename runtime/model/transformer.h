@@ -98,7 +98,7 @@ class PagedCacheView {
 // What backward computes again instead of keeping it from forward. The gradients have the same bits in each case.
 enum class Recompute {
   kNone,
-  kNormsAndActivations,  // outputs of norms and of the feed-forward layer's activation: cheap to repeat
+  kNormsAndActivations,  // outputs of norms and of SwiGLU: cheap to repeat (GELU is part of a matrix product)
   kAttention,            // these, and attention's output
   kBlock,                // everything but the residual stream that enters each block
 };

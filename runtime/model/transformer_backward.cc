@@ -8,21 +8,25 @@ float* at_offset(UnitAccess::Gradients g, int64_t offset) { return offset == kAb
 
 }  // namespace
 
+Status TransformerImpl::weight_backward(const void* dy, const void* x, const Linear& linear, UnitAccess::Gradients g,
+                                        int64_t N, Stream& stream) {
+  const kernels::GemmKernels& k = *k_.gemm;
+  float* dw = at_offset(g, linear.w);
+  float* db = at_offset(g, linear.b);
+  const DType dtype = options_.dtype;
+  const kernels::StreamHandle s = stream.handle();
+  return stream.launched(
+      db == nullptr ? k.linear_backward_weight(dw, dy, x, N, linear.I, linear.O, g.accumulate, dtype, s)
+                    : k.linear_backward_weight_bias(dw, db, dy, x, N, linear.I, linear.O, g.accumulate, dtype, s),
+      "linear.backward_weight");
+}
+
 Status TransformerImpl::linear_backward(void* dx, const void* dy, const void* x, const Linear& linear,
                                         const UnitWeights& w, UnitAccess::Gradients g, int64_t N, Stream& stream) {
-  const kernels::GemmKernels& k = *k_.gemm;
-  const DType dtype = options_.dtype;
-  KTG_RETURN_IF_ERROR(stream.launched(k.linear_backward_weight(at_offset(g, linear.w), dy, x, N, linear.I, linear.O,
-                                                               g.accumulate, dtype, stream.handle()),
-                                      "linear.backward_weight"));
-  if (linear.b != kAbsent) {
-    KTG_RETURN_IF_ERROR(stream.launched(
-        k.linear_backward_bias(at_offset(g, linear.b), dy, N, linear.O, g.accumulate, dtype, stream.handle()),
-        "linear.backward_bias"));
-  }
-  return stream.launched(
-      k.linear_backward_input(dx, dy, w.matrix(linear.w), N, linear.I, linear.O, false, dtype, stream.handle()),
-      "linear.backward_input");
+  KTG_RETURN_IF_ERROR(weight_backward(dy, x, linear, g, N, stream));
+  return stream.launched(k_.gemm->linear_backward_input(dx, dy, w.matrix(linear.w), N, linear.I, linear.O, false,
+                                                        options_.dtype, stream.handle()),
+                         "linear.backward_input");
 }
 
 Status TransformerImpl::norm_backward(const NormOutputs& forward, int64_t w_offset, int64_t b_offset,
@@ -91,7 +95,7 @@ Status TransformerImpl::recompute(const Pass& pass, int64_t l, const UnitWeights
   KTG_RETURN_IF_ERROR(norm_forward({a.stream2, a.h2, a.mean2, a.rstd2}, block ? a.stream1 : nullptr,
                                    w.vector(at.norm2_w), w.vector(at.norm2_b), pass.N(), stream));
   if (block) KTG_RETURN_IF_ERROR(up_forward(pass, w, a, stream));
-  return activation_forward(pass, a, stream);
+  return config_.is_gpt2() ? ok_status() : swiglu_forward(pass, a, stream);
 }
 
 // d_stream enters as the gradient of the block's output and leaves as that of its input.
@@ -113,14 +117,21 @@ Status TransformerImpl::feed_forward_backward(const Pass& pass, const UnitWeight
                                               LayerActivations& a, Stream& stream) {
   const BlockLayout& at = layout_.block;
   const int64_t N = pass.N();
-  KTG_RETURN_IF_ERROR(linear_backward(a_.d_act, a_.d_stream, a.act, {at.down_w, at.down_b, F(), C()}, w, g, N, stream));
-  // SwiGLU's gradient replaces its input, which nobody needs again; GELU's replaces that of its output.
-  void* d_up = config_.is_gpt2() ? a_.d_act : a.up;
-  KTG_RETURN_IF_ERROR(stream.launched(
-      config_.is_gpt2() ? k_.activation->gelu_backward(d_up, a_.d_act, a.up, N, F(), options_.dtype, stream.handle())
-                        : k_.activation->swiglu_backward(d_up, a_.d_act, a.up, N, F(), options_.dtype, stream.handle()),
-      "activation.backward"));
-  return linear_backward(a_.d_branch, d_up, a.h2, {at.up_w, at.up_b, C(), UP()}, w, g, N, stream);
+  const Linear up{at.up_w, at.up_b, C(), UP()}, down{at.down_w, at.down_b, F(), C()};
+  if (config_.is_gpt2()) {
+    KTG_RETURN_IF_ERROR(weight_backward(a_.d_stream, a.act, down, g, N, stream));
+    KTG_RETURN_IF_ERROR(
+        stream.launched(k_.gemm->linear_gelu_backward_input(a_.d_act, a_.d_stream, w.matrix(down.w), a.up, N, F(), C(),
+                                                            options_.dtype, stream.handle()),
+                        "down.backward_input"));
+    return linear_backward(a_.d_branch, a_.d_act, a.h2, up, w, g, N, stream);
+  }
+  KTG_RETURN_IF_ERROR(linear_backward(a_.d_act, a_.d_stream, a.act, down, w, g, N, stream));
+  // SwiGLU's gradient replaces its input, which nobody needs again.
+  KTG_RETURN_IF_ERROR(
+      stream.launched(k_.activation->swiglu_backward(a.up, a_.d_act, a.up, N, F(), options_.dtype, stream.handle()),
+                      "activation.backward"));
+  return linear_backward(a_.d_branch, a.up, a.h2, up, w, g, N, stream);
 }
 
 Status TransformerImpl::attention_backward(const Pass& pass, const UnitWeights& w, UnitAccess::Gradients g,

@@ -114,23 +114,27 @@ Status TransformerImpl::whole_attention(const Pass& pass, LayerActivations& a, S
 Status TransformerImpl::feed_forward(const Pass& pass, const UnitWeights& w, LayerActivations& a, Stream& stream) {
   const BlockLayout& at = layout_.block;
   KTG_RETURN_IF_ERROR(up_forward(pass, w, a, stream));
-  KTG_RETURN_IF_ERROR(activation_forward(pass, a, stream));
+  if (!config_.is_gpt2()) KTG_RETURN_IF_ERROR(swiglu_forward(pass, a, stream));
   return stream.launched(k_.gemm->linear_forward(a_.branch, a.act, w.matrix(at.down_w), w.vector(at.down_b), pass.N(),
                                                  F(), C(), options_.dtype, stream.handle()),
                          "down.forward");
 }
 
+// GPT-2's GELU comes with the product.
 Status TransformerImpl::up_forward(const Pass& pass, const UnitWeights& w, LayerActivations& a, Stream& stream) {
   const BlockLayout& at = layout_.block;
-  return stream.launched(k_.gemm->linear_forward(a.up, a.h2, w.matrix(at.up_w), w.vector(at.up_b), pass.N(), C(), UP(),
-                                                 options_.dtype, stream.handle()),
-                         "up.forward");
+  const kernels::GemmKernels& k = *k_.gemm;
+  const DType dtype = options_.dtype;
+  const kernels::StreamHandle s = stream.handle();
+  return stream.launched(
+      config_.is_gpt2()
+          ? k.linear_gelu_forward(a.act, a.up, a.h2, w.matrix(at.up_w), w.vector(at.up_b), pass.N(), C(), F(), dtype, s)
+          : k.linear_forward(a.up, a.h2, w.matrix(at.up_w), w.vector(at.up_b), pass.N(), C(), UP(), dtype, s),
+      "up.forward");
 }
 
-Status TransformerImpl::activation_forward(const Pass& pass, LayerActivations& a, Stream& stream) {
-  const kernels::ActivationKernels& k = *k_.activation;
-  return stream.launched((config_.is_gpt2() ? k.gelu_forward : k.swiglu_forward)(a.act, a.up, pass.N(), F(),
-                                                                                 options_.dtype, stream.handle()),
+Status TransformerImpl::swiglu_forward(const Pass& pass, LayerActivations& a, Stream& stream) {
+  return stream.launched(k_.activation->swiglu_forward(a.act, a.up, pass.N(), F(), options_.dtype, stream.handle()),
                          "activation.forward");
 }
 

@@ -62,7 +62,7 @@ class TransformerImpl final : public Transformer {
   Status whole_attention(const Pass& pass, LayerActivations& a, Stream& stream);
   Status feed_forward(const Pass& pass, const UnitWeights& w, LayerActivations& a, Stream& stream);
   Status up_forward(const Pass& pass, const UnitWeights& w, LayerActivations& a, Stream& stream);
-  Status activation_forward(const Pass& pass, LayerActivations& a, Stream& stream);
+  Status swiglu_forward(const Pass& pass, LayerActivations& a, Stream& stream);
   Status final_norm(const Pass& pass, const UnitWeights& w, Stream& stream);
   Status logits_of(void* logits, const void* h, int64_t N, const UnitWeights& head, UnitAccess& access, Stream& stream);
   // A decode step in few launches, where the kernels have them.
@@ -103,6 +103,8 @@ class TransformerImpl final : public Transformer {
     int64_t w, b;
     int64_t I, O;
   };
+  Status weight_backward(const void* dy, const void* x, const Linear& linear, UnitAccess::Gradients g, int64_t N,
+                         Stream& stream);
   Status linear_backward(void* dx, const void* dy, const void* x, const Linear& linear, const UnitWeights& w,
                          UnitAccess::Gradients g, int64_t N, Stream& stream);
   // d_stream += gradient through the norm whose output's gradient is d_branch.

@@ -97,7 +97,8 @@ Activations plan_activations(const ModelConfig& config, const TransformerOptions
     l.mean2 = training && gpt2 ? shared_floats(share_block, first.mean2, N) : l.mean1;
     l.rstd2 = training ? shared_floats(share_block, first.rstd2, N) : l.rstd1;
     l.up = shared_rows(share_block, first.up, gpt2 ? F : 2 * F);
-    l.act = shared_rows(share_cheap, first.act, F);
+    // GELU belongs to its product, and is computed again with it or not at all.
+    l.act = shared_rows(gpt2 ? share_block : share_cheap, first.act, F);
   }
   a.stream = rows(C);
   a.h = rows(C);
