@@ -3,6 +3,7 @@
 
 #include <cudnn_frontend.h>
 
+#include <algorithm>
 #include <exception>
 #include <map>
 #include <memory>
@@ -141,6 +142,14 @@ std::string build_graph(Plan& plan, const AttentionShape& s, AttentionPass pass,
   return "";
 }
 
+// Prompts come in any length, and each has a plan of its own: beyond so many all of inference's are forgotten.
+constexpr int kMostForwardPlans = 256;
+void make_room(std::map<Key, Plan>& plans, AttentionPass pass) {
+  if (pass != AttentionPass::kForward) return;
+  const auto is_forward = [](const auto& entry) { return std::get<0>(entry.first) == AttentionPass::kForward; };
+  if (std::count_if(plans.begin(), plans.end(), is_forward) >= kMostForwardPlans) std::erase_if(plans, is_forward);
+}
+
 // The plan of the shape, built at the first call; null with an error when there is no handle. The mutex is held.
 KernelError plan_of(Plan** plan, const AttentionShape& s, AttentionPass pass) {
   Cudnn& c = cudnn();
@@ -164,6 +173,7 @@ KernelError plan_of(Plan** plan, const AttentionShape& s, AttentionPass pass) {
     built.graph.reset();
     built.why_not = std::string("cuDNN's frontend: ") + e.what();
   }
+  make_room(c.plans, pass);
   *plan = &c.plans.insert_or_assign(key_of(s, pass), std::move(built)).first->second;
   return kKernelOk;
 }

@@ -1,6 +1,8 @@
 // Attention in bf16 by cuDNN's graph API. A graph is built once for each shape and kept: 0.1 s or more, so
-// cudnn_attention_prepare() does it before the first step. Internal to kernels/cuda; attention.cc falls back to the
-// plain kernels where these say kNotSupported. In a build without cuDNN (attention_no_cudnn.cc) they always do.
+// cudnn_attention_prepare() does it before the first step. Of the forward passes without lse, which serve prompts of
+// any length, a few hundred are kept; they must not be recorded into graphs that outlive them. Internal to
+// kernels/cuda; attention.cc falls back to the plain kernels where these say kNotSupported. In a build without cuDNN
+// (attention_no_cudnn.cc) they always do.
 #pragma once
 
 #include <string>

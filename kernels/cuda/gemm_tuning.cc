@@ -216,7 +216,9 @@ KernelError tune_gemms(GemmTable* table, std::span<const GemmProblem> problems, 
   for (const GemmProblem& problem : ordered) {
     TunedGemm entry;
     GemmTuning seen;
-    if (const KernelError error = tuner.tune(&entry, &seen, problem); error != kKernelOk) return error;
+    const KernelError error = tuner.tune(&entry, &seen, problem);
+    if (error == kNotSupported) continue;
+    if (error != kKernelOk) return error;
     table->put(entry);
     if (report != nullptr) report->push_back(seen);
   }

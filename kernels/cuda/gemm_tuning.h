@@ -37,7 +37,7 @@ int64_t gemm_tuning_scratch_bytes(std::span<const GemmProblem> problems);
 // Times the algorithms of each product on `scratch` (overwritten with random numbers) and puts the fastest into
 // `table`. The products with the most operations come first. Blocks until the timing is done. `report`: one entry a
 // product, or null. A product whose operands do not fit into scratch_bytes, or that comes after the budget was used up,
-// gets the library's first choice.
+// gets the library's first choice; one that the library does not know at all is left out.
 KernelError tune_gemms(GemmTable* table, std::span<const GemmProblem> problems, void* scratch, int64_t scratch_bytes,
                        const GemmTuningOptions& options, StreamHandle stream, std::vector<GemmTuning>* report);
 
