@@ -16,11 +16,17 @@ struct AttentionShape {
   int64_t q_stride, k_stride, v_stride, o_stride;  // elements between consecutive tokens
   float scale;                                     // softmax(scale * q k^T), usually 1/sqrt(D)
   bool deterministic = true;                       // false: the backward pass may sum in an order that varies
+  // Several documents packed in a sequence: (B, T), for each token the position in its sequence at which its document
+  // begins, in memory that the kernels read. A token attends to its own document only. Null: a sequence is one
+  // document. Of the fast implementations only the device's has loops for it, without tensor cores; others take the
+  // reference's.
+  const int32_t* document_starts = nullptr;
 };
 
 struct AttentionKernels {
-  // o[b,t,h,:] = sum_{s<=t} softmax_s(scale q.k_s) v_s.   lse (B, H, T) fp32: log of the softmax's
-  // denominator, kept for the backward pass; may be null. 2 B H T^2 D operations (causal half counted).
+  // o[b,t,h,:] = sum_{s<=t} softmax_s(scale q.k_s) v_s, s from the start of t's document on.   lse (B, H, T) fp32: log
+  // of the softmax's denominator, kept for the backward pass; may be null. 2 B H T^2 D operations (causal half
+  // counted).
   KernelError (*forward)(void* o, float* lse, const void* q, const void* k, const void* v, const AttentionShape& shape,
                          DType dtype, StreamHandle stream);
   // Gradients of q, k, v (overwritten; strides those of q, k, v) from d_o (stride o_stride).

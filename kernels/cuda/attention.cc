@@ -25,8 +25,8 @@ bool aligned(std::initializer_list<const void*> pointers) {
                      [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; });
 }
 bool cudnn_may_serve(const AttentionShape& s, DType dtype) {
-  return dtype == DType::kBF16 && s.D % 8 == 0 && s.q_stride % 8 == 0 && s.k_stride % 8 == 0 && s.v_stride % 8 == 0 &&
-         s.o_stride % 8 == 0;
+  return s.document_starts == nullptr && dtype == DType::kBF16 && s.D % 8 == 0 && s.q_stride % 8 == 0 &&
+         s.k_stride % 8 == 0 && s.v_stride % 8 == 0 && s.o_stride % 8 == 0;
 }
 
 KernelError forward(void* o, float* lse, const void* q, const void* k, const void* v, const AttentionShape& shape,
@@ -71,6 +71,7 @@ KernelError prepare(const AttentionShape& shape, DType dtype, bool with_backward
 
 std::string library_text(const AttentionShape& shape, DType dtype) {
   if (dtype != DType::kBF16) return "plain (cuDNN serves bf16 only)";
+  if (shape.document_starts != nullptr) return "plain (several documents in a sequence)";
   if (!cudnn_may_serve(shape, dtype)) return "plain (cuDNN wants head sizes and strides that are multiples of 8)";
   std::string text = cudnn_version();
   for (const auto& [pass, name] : {std::pair{AttentionPass::kForwardWithLse, "forward"},

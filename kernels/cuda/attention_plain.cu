@@ -99,6 +99,11 @@ __device__ float row_sum(float x) {
   return x;
 }
 
+// The first key that token t of sequence b may see. Documents lie one after the other, so it never falls with t.
+__device__ int64_t first_key(const AttentionShape& s, int64_t b, int64_t t) {
+  return s.document_starts == nullptr || t >= s.T ? 0 : s.document_starts[b * s.T + t];
+}
+
 struct Position {
   int64_t tile, b;
 };
@@ -126,9 +131,13 @@ __global__ void __launch_bounds__(kThreads)
 
   load_tile<Z>(queries, q, first, s.T, D, s.q_stride);
   float out[Z::R][Z::COLUMNS] = {}, max[Z::R], sum[Z::R];
+  int64_t seen_from[Z::R];
 #pragma unroll
-  for (int i = 0; i < Z::R; ++i) max[i] = -INFINITY, sum[i] = 0;
-  for (int64_t start = 0; start <= first; start += Z::ROWS) {
+  for (int i = 0; i < Z::R; ++i) {
+    max[i] = -INFINITY, sum[i] = 0;
+    seen_from[i] = first_key(s, at.b, first + ty * Z::R + i);
+  }
+  for (int64_t start = first_key(s, at.b, first) / Z::ROWS * Z::ROWS; start <= first; start += Z::ROWS) {
     __syncthreads();  // the previous tile has been used
     load_tile<Z>(keys, k, start, s.T, D, s.k_stride);
     load_tile<Z>(values, v, start, s.T, D, s.v_stride);
@@ -141,15 +150,18 @@ __global__ void __launch_bounds__(kThreads)
       float largest = max[i];
 #pragma unroll
       for (int j = 0; j < Z::R; ++j) {
-        scores[i][j] = start + tx + kSide * j <= t ? scores[i][j] * s.scale : -INFINITY;
+        const int64_t key = start + tx + kSide * j;
+        scores[i][j] = key <= t && key >= seen_from[i] ? scores[i][j] * s.scale : -INFINITY;
         largest = fmaxf(largest, scores[i][j]);
       }
-      largest = row_max(largest);  // finite: a row sees key `start`
-      const float shrink = expf(max[i] - largest);
+      largest = row_max(largest);
+      // A row that has seen no key yet, because its document begins in a later tile, stays as it is.
+      const float base = largest == -INFINITY ? 0.0f : largest;
+      const float shrink = expf(max[i] - base);
       float part = 0;
 #pragma unroll
       for (int j = 0; j < Z::R; ++j) {
-        const float p = expf(scores[i][j] - largest);
+        const float p = expf(scores[i][j] - base);
         part += p;
         weights[(ty * Z::R + i) * Z::LDS + tx + kSide * j] = p;
       }
@@ -192,16 +204,17 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(float* delta, const S* 
 // From scores q k and do v of a tile: p = softmax, ds = p (do v - delta) scale.
 template <class Z>
 __device__ void softmax_gradient(float (&p)[Z::R][Z::R], float (&ds)[Z::R][Z::R], const float* lse, const float* delta,
-                                 int64_t first_query, int64_t first_key, int64_t T, float scale, int ty, int tx) {
+                                 const AttentionShape& s, int64_t b, int64_t query0, int64_t key0, int ty, int tx) {
 #pragma unroll
   for (int i = 0; i < Z::R; ++i) {
-    const int64_t t = first_query + ty * Z::R + i;
-    const float row_lse = t < T ? lse[t] : 0.0f, row_delta = t < T ? delta[t] : 0.0f;
+    const int64_t t = query0 + ty * Z::R + i, seen_from = first_key(s, b, t);
+    const float row_lse = t < s.T ? lse[t] : 0.0f, row_delta = t < s.T ? delta[t] : 0.0f;
 #pragma unroll
     for (int j = 0; j < Z::R; ++j) {
-      const bool seen = t < T && first_key + tx + kSide * j <= t;
-      p[i][j] = seen ? expf(p[i][j] * scale - row_lse) : 0.0f;
-      ds[i][j] = p[i][j] * (ds[i][j] - row_delta) * scale;
+      const int64_t key = key0 + tx + kSide * j;
+      const bool seen = t < s.T && key <= t && key >= seen_from;
+      p[i][j] = seen ? expf(p[i][j] * s.scale - row_lse) : 0.0f;
+      ds[i][j] = p[i][j] * (ds[i][j] - row_delta) * s.scale;
     }
   }
 }
@@ -228,14 +241,15 @@ __global__ void __launch_bounds__(kThreads)
     const float* const head_lse = lse + (at.b * s.H + h) * s.T;
     const float* const head_delta = delta + (at.b * s.H + h) * s.T;
     for (int64_t start = first; start < s.T; start += Z::ROWS) {
-      __syncthreads();  // the previous tile has been used
+      if (first_key(s, at.b, start) >= first + Z::ROWS) break;  // later documents only, from here on
+      __syncthreads();                                          // the previous tile has been used
       load_tile<Z>(queries, q + at.b * s.T * s.q_stride + h * s.D, start, s.T, D, s.q_stride);
       load_tile<Z>(grads, d_o + at.b * s.T * s.o_stride + h * s.D, start, s.T, D, s.o_stride);
       __syncthreads();
       float p[Z::R][Z::R], ds[Z::R][Z::R];
       multiply_transposed<Z>(p, queries, keys, ty, tx);
       multiply_transposed<Z>(ds, grads, values, ty, tx);
-      softmax_gradient<Z>(p, ds, head_lse, head_delta, start, first, s.T, s.scale, ty, tx);
+      softmax_gradient<Z>(p, ds, head_lse, head_delta, s, at.b, start, first, ty, tx);
 #pragma unroll
       for (int i = 0; i < Z::R; ++i) {
 #pragma unroll
@@ -282,7 +296,7 @@ __global__ void __launch_bounds__(kThreads)
   const float* const head_lse = lse + (at.b * s.H + h) * s.T;
   const float* const head_delta = delta + (at.b * s.H + h) * s.T;
   float out[Z::R][Z::COLUMNS] = {};
-  for (int64_t start = 0; start <= first; start += Z::ROWS) {
+  for (int64_t start = first_key(s, at.b, first) / Z::ROWS * Z::ROWS; start <= first; start += Z::ROWS) {
     __syncthreads();  // the previous tile has been used
     load_tile<Z>(keys, k + at.b * s.T * s.k_stride + group * s.D, start, s.T, D, s.k_stride);
     load_tile<Z>(values, v + at.b * s.T * s.v_stride + group * s.D, start, s.T, D, s.v_stride);
@@ -290,7 +304,7 @@ __global__ void __launch_bounds__(kThreads)
     float p[Z::R][Z::R], ds[Z::R][Z::R];
     multiply_transposed<Z>(p, queries, keys, ty, tx);
     multiply_transposed<Z>(ds, grads, values, ty, tx);
-    softmax_gradient<Z>(p, ds, head_lse, head_delta, first, start, s.T, s.scale, ty, tx);
+    softmax_gradient<Z>(p, ds, head_lse, head_delta, s, at.b, first, start, ty, tx);
 #pragma unroll
     for (int i = 0; i < Z::R; ++i) {
 #pragma unroll

@@ -18,6 +18,11 @@ double dot(const S* a, const S* b, int64_t D) {
   return sum;
 }
 
+// The first key that token t of sequence b may see.
+inline int64_t first_key(const AttentionShape& s, int64_t b, int64_t t) {
+  return s.document_starts != nullptr ? s.document_starts[b * s.T + t] : 0;
+}
+
 template <class S, class F>
 void attention_forward(S* o, F* lse, const S* q, const S* k, const S* v, const AttentionShape& s) {
   std::vector<double> p(static_cast<size_t>(s.T));
@@ -27,16 +32,17 @@ void attention_forward(S* o, F* lse, const S* q, const S* k, const S* v, const A
       for (int64_t t = 0; t < s.T; ++t) {
         const S* q_row = q + (b * s.T + t) * s.q_stride + h * s.D;
         double max = -std::numeric_limits<double>::infinity();
-        for (int64_t u = 0; u <= t; ++u) {
+        const int64_t first = first_key(s, b, t);
+        for (int64_t u = first; u <= t; ++u) {
           p[u] = static_cast<double>(s.scale) * dot(q_row, k + (b * s.T + u) * s.k_stride + g * s.D, s.D);
           max = std::fmax(max, p[u]);
         }
         double sum = 0;
-        for (int64_t u = 0; u <= t; ++u) sum += p[u] = std::exp(p[u] - max);
+        for (int64_t u = first; u <= t; ++u) sum += p[u] = std::exp(p[u] - max);
         S* o_row = o + (b * s.T + t) * s.o_stride + h * s.D;
         for (int64_t d = 0; d < s.D; ++d) {
           double acc = 0;
-          for (int64_t u = 0; u <= t; ++u) acc += p[u] * get(v[(b * s.T + u) * s.v_stride + g * s.D + d]);
+          for (int64_t u = first; u <= t; ++u) acc += p[u] * get(v[(b * s.T + u) * s.v_stride + g * s.D + d]);
           put(o_row[d], acc / sum);
         }
         if (lse != nullptr) put(lse[(b * s.H + h) * s.T + t], max + std::log(sum));
@@ -65,7 +71,7 @@ void attention_backward(S* dq, S* dk, S* dv, const S* d_o, const S* o, const F* 
           const S* do_row = d_o + n * s.o_stride + h * s.D;
           const double delta = dot(do_row, o + n * s.o_stride + h * s.D, s.D);
           dq_row.assign(dq_row.size(), 0.0);
-          for (int64_t u = 0; u <= t; ++u) {
+          for (int64_t u = first_key(s, b, t); u <= t; ++u) {
             const S* k_row = k + (b * s.T + u) * s.k_stride + g * s.D;
             const S* v_row = v + (b * s.T + u) * s.v_stride + g * s.D;
             const double p = std::exp(scale * dot(q_row, k_row, s.D) - get(lse[(b * s.H + h) * s.T + t]));

@@ -177,6 +177,49 @@ TEST_P(AttentionTest, LaterTokensNeverReachARowEvenAsNaN) {
   for (int64_t t = first_bad; t < sizes.T; ++t) EXPECT_TRUE(std::isnan(poisoned.o.get(t * p.o_width))) << t;
 }
 
+TEST_P(AttentionTest, DocumentsPackedInASequenceAreSequencesOfTheirOwn) {
+  const Sizes sizes{2, 40, 4, 2, 16};
+  const int64_t borders[] = {0, 1, 8, 9, 30, 40};
+  Problem p(sizes, dtype(), rng_);
+  std::vector<int32_t> starts(static_cast<size_t>(sizes.B * sizes.T));
+  for (size_t d = 0; d + 1 < std::size(borders); ++d) {
+    for (int64_t t = borders[d]; t < borders[d + 1]; ++t) {
+      for (int64_t b = 0; b < sizes.B; ++b) {
+        starts[static_cast<size_t>(b * sizes.T + t)] = static_cast<int32_t>(borders[d]);
+      }
+    }
+  }
+  p.shape.document_starts = starts.data();
+  Outputs packed(p);
+  forward(packed, *fast().attention, p);
+  backward(packed, *fast().attention, p, packed.o, packed.lse);
+  const int64_t k = sizes.H * sizes.D, v = k + sizes.K * sizes.D, row = (sizes.H + 2 * sizes.K) * sizes.D;
+  for (int64_t b = 0; b < sizes.B; ++b) {
+    for (size_t d = 0; d + 1 < std::size(borders); ++d) {
+      const int64_t first = b * sizes.T + borders[d], T = borders[d + 1] - borders[d];
+      AttentionShape shape = p.shape;
+      shape.B = 1, shape.T = T, shape.document_starts = nullptr;
+      Array o(dtype(), T * p.o_width), lse(DType::kF32, sizes.H * T), d_qkv(dtype(), T * p.qkv_width);
+      const int64_t at = first * p.qkv_width;
+      reference::attention().forward(o.data(), lse.f32(), p.qkv.at(at), p.qkv.at(at + k), p.qkv.at(at + v), shape,
+                                     dtype(), nullptr);
+      reference::attention().backward(d_qkv.at(0), d_qkv.at(k), d_qkv.at(v), p.d_o.at(first * p.o_width), o.data(),
+                                      lse.f32(), p.qkv.at(at), p.qkv.at(at + k), p.qkv.at(at + v), shape, nullptr,
+                                      dtype(), nullptr);
+      for (int64_t t = 0; t < T; ++t) {
+        ASSERT_EQ(std::memcmp(o.at(t * p.o_width), packed.o.at((first + t) * p.o_width),
+                              static_cast<size_t>(k * size_of(dtype()))),
+                  0)
+            << "o, document " << d << " token " << t;
+        ASSERT_EQ(std::memcmp(d_qkv.at(t * p.qkv_width), packed.d_qkv.at((first + t) * p.qkv_width),
+                              static_cast<size_t>(row * size_of(dtype()))),
+                  0)
+            << "d_qkv, document " << d << " token " << t;
+      }
+    }
+  }
+}
+
 TEST_P(AttentionTest, ResultsDoNotDependOnTheNumberOfThreads) {
   const Sizes sizes{2, 150, 4, 2, 32};
   const Problem p(sizes, dtype(), rng_);

@@ -164,7 +164,9 @@ void backward_group(T* dq, T* dk, T* dv, const T* d_o, const T* o, const float* 
 
 KernelError attention_backward(void* dq, void* dk, void* dv, const void* d_o, const void* o, const float* lse,
                                const void* q, const void* k, const void* v, const AttentionShape& s, void*, DType dtype,
-                               StreamHandle) {
+                               StreamHandle stream) {
+  if (s.document_starts != nullptr)
+    return reference::attention().backward(dq, dk, dv, d_o, o, lse, q, k, v, s, nullptr, dtype, stream);
   return for_storage(dtype, [&]<class T>(T*) {
     KernelError error = kKernelOk;
     parallel_ranges(s.B * s.K, s.B * s.H * s.T * s.T * s.D / 8, [&](int64_t begin, int64_t end) {

@@ -149,7 +149,8 @@ KernelError forward_sequence(T* o, float* lse, const T* q, const T* k, const T* 
 }  // namespace
 
 KernelError attention_forward(void* o, float* lse, const void* q, const void* k, const void* v, const AttentionShape& s,
-                              DType dtype, StreamHandle) {
+                              DType dtype, StreamHandle stream) {
+  if (s.document_starts != nullptr) return reference::attention().forward(o, lse, q, k, v, s, dtype, stream);
   const int64_t ld = round_up(s.D, kLanes);
   const int64_t floats = s.K * (panel_floats(s.T, s.D) + s.T * ld);
   float* memory =

@@ -332,6 +332,45 @@ TEST_P(CudaAttentionTest, PlainRowsDoNotDependOnLengthOrBatch) {
   }
 }
 
+// Ascending borders with documents of one token and documents that span tiles.
+std::vector<int32_t> random_document_starts(int64_t B, int64_t T, std::mt19937& rng) {
+  std::vector<int32_t> starts;
+  for (int64_t b = 0; b < B; ++b) {
+    int32_t start = 0;
+    for (int32_t t = 0; t < T; ++t) {
+      if (rng() % 40 == 0 || (t > 0 && t == start && rng() % 4 == 0)) start = t;
+      starts.push_back(start);
+    }
+  }
+  return starts;
+}
+
+TEST_P(CudaAttentionTest, DocumentsPackedInASequenceMatchTheReference) {
+  for (const Sizes& sizes : {Sizes{2, 300, 4, 2, 64}, Sizes{1, 129, 3, 1, 128}, Sizes{1, 200, 2, 2, 80},
+                             Sizes{2, 97, 2, 1, 200}, Sizes{1, 1, 1, 1, 64}}) {
+    Problem p(sizes, dtype(), rng_);
+    const std::vector<int32_t> starts = random_document_starts(sizes.B, sizes.T, rng_);
+    const DeviceMemory device_starts(starts);
+    p.shape.document_starts = starts.data();
+    Outputs expected(p), actual(p);
+    reference_forward(expected, p);
+    reference_backward(expected, p);
+    clear_gaps(expected, p);
+    p.shape.document_starts = device_starts.as<int32_t>();
+    const DeviceProblem d(p);
+    const std::string what = to_string(sizes) + " documents";
+    ASSERT_EQ(d.forward(false), kKernelOk) << what;
+    download(actual, d);
+    clear_gaps(actual.o, p.o_width, sizes.H * sizes.D);
+    expect_near_forward(actual, expected, p, 1, what);
+    d.set_forward_results(expected);
+    ASSERT_EQ(d.backward(false), kKernelOk) << what;
+    download(actual, d);
+    clear_gaps(actual.d_qkv, p.qkv_width, (sizes.H + 2 * sizes.K) * sizes.D);
+    expect_near_backward(actual, expected, p, 1, what);
+  }
+}
+
 TEST_P(CudaAttentionTest, ShapesOutOfRangeAreRefused) {
   Problem p({1, 4, 3, 1, 8}, dtype(), rng_);
   const DeviceProblem d(p);
