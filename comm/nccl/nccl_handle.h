@@ -75,6 +75,7 @@ class NcclHandle final : public std::enable_shared_from_this<NcclHandle> {
   ncclComm_t comm_ = nullptr;  // under the registry's nccl_mutex_; null once it has ended
   bool ready_ = false;         // of the calling thread
   std::atomic<bool> failed_{false};
+  std::atomic<bool> abort_claimed_{false};  // by the thread that calls NCCL for it
   mutable std::mutex status_mutex_;
   Status status_;
 };

@@ -43,12 +43,14 @@ int64_t NcclRegistry::size() const {
 }
 
 void NcclRegistry::abort_all(int64_t last_generation, const Status& why) {
-  const std::vector<std::shared_ptr<NcclHandle>> handles = alive(last_generation);
+  std::vector<std::shared_ptr<NcclHandle>> handles = alive(last_generation);
   if (handles.empty()) return;
   for (const auto& handle : handles) handle->announce_abort();
   // Callers that poll see this between two polls, and leave NCCL.
   const Status reason = why.code() == StatusCode::kAborted ? why : aborted(why.message());
   for (const auto& handle : handles) handle->mark_failed(reason);
+  std::erase_if(handles, [](const auto& handle) { return handle->abort_claimed_.exchange(true); });
+  if (handles.empty()) return;
   const int64_t began_ns = monotonic_ns();
   const std::lock_guard lock(nccl_mutex_);
   if (std::none_of(handles.begin(), handles.end(), [](const auto& handle) { return handle->comm_ != nullptr; })) return;

@@ -28,8 +28,8 @@ class NcclRegistry {
   static NcclRegistry& process();
 
   // Ends every communicator of generations up to `last_generation`; their calls return `why` (as kAborted) from now on.
-  // Returns when NCCL has let go of their memory: 0.1 to 0.6 s with several ranks on one GPU. Cheap when there are
-  // none.
+  // Returns when NCCL has let go of their memory (0.1 to 0.6 s with several ranks on one GPU); at once when there are
+  // none, and for those that another thread is aborting already.
   void abort_all(int64_t last_generation, const Status& why);
   // Looks for errors that NCCL found by itself (a connection that broke); what has one is aborted, and its first error
   // is returned. For a thread that looks every now and then while the training thread is busy elsewhere.
