@@ -122,10 +122,15 @@ nlohmann::json measure(Timer& timer, Pool& pool, const Case& c, double copy_rate
 
 int run(int argc, char** argv) {
   CLI::App app("Times the device kernels against the bandwidth of a copy.");
-  std::string json_path, filter;
+  std::string json_path;
+  std::vector<std::string> filters;
   app.add_option("--json", json_path, "write the results there");
-  app.add_option("--filter", filter, "only kernels whose name contains this");
+  app.add_option("--filter", filters, "only kernels whose names contain one of these");
   CLI11_PARSE(app, argc, argv);
+  const auto wanted = [&](const std::string& name) {
+    const auto contained = [&](const std::string& filter) { return name.find(filter) != std::string::npos; };
+    return filters.empty() || std::any_of(filters.begin(), filters.end(), contained);
+  };
   cudaDeviceProp device{};
   char* memory = nullptr;
   if (cudaGetDeviceProperties(&device, 0) != cudaSuccess || cudaMalloc(&memory, kPoolBytes) != cudaSuccess ||
@@ -144,15 +149,15 @@ int run(int argc, char** argv) {
               copy_rate);
   nlohmann::json results = nlohmann::json::array(), gemms, epilogues, graphs;
   if (kernels::cuda::init_libraries({}) != kernels::kKernelOk) return 1;
-  if (std::string("gemm").find(filter) != std::string::npos) gemms = bench_gemms(pool, timer.stream);
-  if (std::string("epilogue").find(filter) != std::string::npos) epilogues = bench_epilogues(pool, timer.stream);
-  if (std::string("attention").find(filter) != std::string::npos) graphs = attention_builds();
+  if (wanted("gemm")) gemms = bench_gemms(pool, timer.stream);
+  if (wanted("epilogue")) epilogues = bench_epilogues(pool, timer.stream);
+  if (wanted("attention")) graphs = attention_builds();
   std::vector<Case> cases = rowwise_cases();
   for (auto more : {bias_gradient_cases, attention_cases}) {
     for (Case& c : more()) cases.push_back(std::move(c));
   }
   for (const Case& c : cases) {
-    if (c.kernel.find(filter) != std::string::npos) results.push_back(measure(timer, pool, c, copy_rate));
+    if (wanted(c.kernel)) results.push_back(measure(timer, pool, c, copy_rate));
   }
   if (!json_path.empty()) {
     std::ofstream(json_path) << nlohmann::json{{"device", device.name},
