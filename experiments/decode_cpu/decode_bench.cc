@@ -19,6 +19,7 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
+#include "experiments/gemm_speed.h"
 #include "runtime/base/deadline.h"
 #include "runtime/base/philox.h"
 #include "runtime/decode/engine.h"
@@ -88,7 +89,7 @@ class Bench {
   Result<double> check();
   // Tokens/s of one run.
   Result<double> run(const Test& test);
-  Result<double> gemm_gflops();
+  Result<double> gemm_speed() { return gemm_gflops(*backend_, *stream_, dtype_, now_ns); }
   double read_gb_per_s() const;
 
   const runtime::ModelConfig& config() const { return config_; }
@@ -208,21 +209,6 @@ Result<double> Bench::run(const Test& test) {
   return static_cast<double>(tokens) * 1e9 / static_cast<double>(ns);
 }
 
-Result<double> Bench::gemm_gflops() {
-  constexpr int64_t n = 1024;
-  KTG_ASSIGN_OR_RETURN(const runtime::Buffer x, backend_->allocate(n * n * 4, "gemm"));
-  KTG_ASSIGN_OR_RETURN(const runtime::Buffer y, backend_->allocate(n * n * 4, "gemm"));
-  double best = 0;
-  for (int i = 0; i < 10; ++i) {
-    const int64_t begin = now_ns();
-    KTG_RETURN_IF_ERROR(stream_->launched(
-        backend_->kernels().gemm->linear_forward(y.data(), x.data(), x.data(), nullptr, n, n, n, dtype_, nullptr),
-        "gemm"));
-    best = std::max(best, 2.0 * n * n * n / static_cast<double>(now_ns() - begin));
-  }
-  return best;
-}
-
 // The best of ten passes over a buffer of the matrices' size, cut among the threads.
 double Bench::read_gb_per_s() const {
   std::vector<uint64_t> buffer(static_cast<size_t>(matrix_bytes() / 8), 1);
@@ -265,7 +251,7 @@ Status run(const Options& options) {
     return internal_error(
         fmt::format("decoded logits differ from a forward pass by {:.3g} of the largest", difference));
   }
-  KTG_ASSIGN_OR_RETURN(const double gflops, bench.gemm_gflops());
+  KTG_ASSIGN_OR_RETURN(const double gflops, bench.gemm_speed());
   const double gb_per_s = bench.read_gb_per_s();
   const double prefill_bound = gflops * 1e9 / (2.0 * static_cast<double>(bench.matrix_elements()));
   const double decode_bound = gb_per_s * 1e9 / static_cast<double>(bench.matrix_bytes());

@@ -16,6 +16,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "experiments/gemm_speed.h"
 #include "runtime/base/deadline.h"
 #include "runtime/base/philox.h"
 #include "runtime/model/transformer.h"
@@ -64,7 +65,9 @@ class Bench {
   static Result<std::unique_ptr<Bench>> create(const Options& options);
   Status step(runtime::Stream& stream);
   // GFLOP/s of y = x W^T with 1024 rows and columns: the best of some.
-  Result<double> gemm_gflops();
+  Result<double> gemm_speed() {
+    return gemm_gflops(*backend_, *stream_, options_.dtype == "bf16" ? DType::kBF16 : DType::kF32, now_ns);
+  }
   runtime::Backend& backend() { return *backend_; }
   runtime::Stream& stream() { return *stream_; }
   double loss() const { return sums_.loss / static_cast<double>(sums_.num_tokens); }
@@ -166,22 +169,6 @@ Status Bench::update(runtime::Stream& stream) {
   return ok_status();
 }
 
-Result<double> Bench::gemm_gflops() {
-  constexpr int64_t n = 1024;
-  const DType dtype = options_.dtype == "bf16" ? DType::kBF16 : DType::kF32;
-  KTG_ASSIGN_OR_RETURN(const runtime::Buffer x, backend_->allocate(n * n * 4, "gemm"));
-  KTG_ASSIGN_OR_RETURN(const runtime::Buffer y, backend_->allocate(n * n * 4, "gemm"));
-  double best = 0;
-  for (int i = 0; i < 10; ++i) {
-    const int64_t begin = now_ns();
-    KTG_RETURN_IF_ERROR(stream_->launched(
-        backend_->kernels().gemm->linear_forward(y.data(), x.data(), x.data(), nullptr, n, n, n, dtype, nullptr),
-        "gemm"));
-    best = std::max(best, 2.0 * n * n * n / static_cast<double>(now_ns() - begin));
-  }
-  return best;
-}
-
 double median(std::vector<double> x) {
   std::sort(x.begin(), x.end());
   return x[x.size() / 2];
@@ -224,7 +211,7 @@ Status run(const Options& options) {
     KTG_RETURN_IF_ERROR(bench->step(stream));
   }
   stream.set_observer(nullptr);
-  KTG_ASSIGN_OR_RETURN(const double gflops, bench->gemm_gflops());
+  KTG_ASSIGN_OR_RETURN(const double gflops, bench->gemm_speed());
 
   const double tokens = static_cast<double>(options.B * options.T), ms = median(step_ms);
   const double flops = options.model.flops_per_token(options.T) * tokens;

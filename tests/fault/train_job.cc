@@ -212,6 +212,7 @@ bool TrainJob::ended() {
 }
 
 Exit TrainJob::wait(std::chrono::seconds patience) {
+  patience *= KTG_TEST_SLOWDOWN;
   const auto deadline = Clock::now() + patience;
   while (!ended() && Clock::now() < deadline) std::this_thread::sleep_for(kPollInterval);
   Exit e{.codes = codes_, .in_time = ended()};
@@ -223,7 +224,7 @@ Exit TrainJob::wait(std::chrono::seconds patience) {
 }
 
 bool TrainJob::wait_until(const std::function<bool()>& condition, std::chrono::seconds patience) {
-  const auto deadline = Clock::now() + patience;
+  const auto deadline = Clock::now() + KTG_TEST_SLOWDOWN * patience;
   while (true) {
     if (condition()) return true;
     if (ended() || Clock::now() > deadline) return condition();

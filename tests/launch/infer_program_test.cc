@@ -1,18 +1,13 @@
 // The program `infer` from outside: what it prints, how it ends.
-#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <spawn.h>
-#include <sys/wait.h>
 
 #include <fstream>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
 #include "runtime/decode/utf8_stream.h"
 #include "tests/launch/infer_fixture.h"
-
-extern char** environ;
+#include "tests/launch/run_program.h"
 
 namespace kintsugi::launch {
 namespace {
@@ -20,11 +15,6 @@ namespace {
 using testing::HasSubstr;
 using testing::MatchesRegex;
 using testing::Not;
-
-struct Outcome {
-  int code;
-  std::string out, err;
-};
 
 class InferProgramTest : public testing::Test {
  protected:
@@ -37,34 +27,14 @@ class InferProgramTest : public testing::Test {
     std::ofstream(path, std::ios::binary) << contents;
     return path;
   }
-  static std::string contents(const std::string& path) {
-    std::ostringstream text;
-    text << std::ifstream(path, std::ios::binary).rdbuf();
-    return text.str();
-  }
 
   // On the CPU, also where there is a GPU.
   Outcome infer(std::vector<std::string> arguments, const std::string& out_path = "") {
     if (arguments.size() > 1 && (arguments[0] == "generate" || arguments[0] == "eval")) {
       arguments.insert(arguments.begin() + 1, {"--device", "cpu"});
     }
-    arguments.insert(arguments.begin(), std::string(KTG_BINARY_DIR) + "/bin/infer");
-    std::vector<char*> argv;
-    for (std::string& argument : arguments) argv.push_back(argument.data());
-    argv.push_back(nullptr);
-    const std::string out = out_path.empty() ? folder_.path() + "/out" : out_path, err = folder_.path() + "/err";
-    posix_spawn_file_actions_t actions;
-    posix_spawn_file_actions_init(&actions);
-    posix_spawn_file_actions_addopen(&actions, 0, "/dev/null", O_RDONLY, 0);
-    posix_spawn_file_actions_addopen(&actions, 1, out.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
-    posix_spawn_file_actions_addopen(&actions, 2, err.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
-    pid_t pid = 0;
-    EXPECT_EQ(posix_spawn(&pid, argv[0], &actions, nullptr, argv.data(), environ), 0) << argv[0];
-    posix_spawn_file_actions_destroy(&actions);
-    int status = 0;
-    EXPECT_EQ(waitpid(pid, &status, 0), pid);
-    EXPECT_TRUE(WIFEXITED(status)) << "ended by signal " << WTERMSIG(status) << "\n" << contents(err);
-    return {WEXITSTATUS(status), out_path.empty() ? contents(out) : "", contents(err)};
+    return run_program("infer", std::move(arguments), out_path.empty() ? folder_.path() + "/out" : out_path,
+                       folder_.path() + "/err");
   }
   Outcome generate(const std::vector<std::string>& arguments) {
     std::vector<std::string> all = {"generate", run_};

@@ -1,20 +1,15 @@
 // The program `prepare` from outside: what it writes and prints, and how it ends.
-#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <spawn.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
-#include <sstream>
 
 #include "runtime/data/dataset.h"
 #include "runtime/data/tokenizer.h"
+#include "tests/launch/run_program.h"
 #include "tests/runtime/data/tokenizer_maker.h"
-
-extern char** environ;
 
 namespace kintsugi::launch {
 namespace {
@@ -22,11 +17,6 @@ namespace {
 using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
-
-struct Outcome {
-  int code;
-  std::string out, err;
-};
 
 class PrepareProgramTest : public testing::Test {
  protected:
@@ -42,29 +32,8 @@ class PrepareProgramTest : public testing::Test {
     std::ofstream(path, std::ios::binary) << contents;
     return path;
   }
-  static std::string contents(const std::string& path) {
-    std::ostringstream text;
-    text << std::ifstream(path, std::ios::binary).rdbuf();
-    return text.str();
-  }
   Outcome prepare(std::vector<std::string> arguments) {
-    arguments.insert(arguments.begin(), std::string(KTG_BINARY_DIR) + "/bin/prepare");
-    std::vector<char*> argv;
-    for (std::string& argument : arguments) argv.push_back(argument.data());
-    argv.push_back(nullptr);
-    const std::string out = dir_ + "/.out", err = dir_ + "/.err";
-    posix_spawn_file_actions_t actions;
-    posix_spawn_file_actions_init(&actions);
-    posix_spawn_file_actions_addopen(&actions, 0, "/dev/null", O_RDONLY, 0);
-    posix_spawn_file_actions_addopen(&actions, 1, out.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
-    posix_spawn_file_actions_addopen(&actions, 2, err.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
-    pid_t pid = 0;
-    EXPECT_EQ(posix_spawn(&pid, argv[0], &actions, nullptr, argv.data(), environ), 0) << argv[0];
-    posix_spawn_file_actions_destroy(&actions);
-    int status = 0;
-    EXPECT_EQ(waitpid(pid, &status, 0), pid);
-    EXPECT_TRUE(WIFEXITED(status)) << "ended by signal " << WTERMSIG(status) << "\n" << contents(err);
-    return {WEXITSTATUS(status), contents(out), contents(err)};
+    return run_program("prepare", std::move(arguments), dir_ + "/.out", dir_ + "/.err");
   }
   std::vector<int32_t> tokens(const std::string& folder, int64_t count) {
     runtime::DataConfig config;
