@@ -13,7 +13,6 @@
 namespace kintsugi::comm {
 namespace {
 
-// What this rank brings to the others' notice, and they to its.
 struct Request {
   int64_t size_bytes = 0;
   int64_t offset = -1;  // in the device heap; -1: not there
@@ -35,7 +34,8 @@ class FetchWork final : public Work {
 
   Status ask(bool receive) {
     const DeviceHeap* heap = core_->setup.heap;
-    Request own{.size_bytes = size_bytes_, .receives = receive ? 1 : 0};
+    Request& own = answers_->own;
+    own = {.size_bytes = size_bytes_, .receives = receive ? 1 : 0};
     if (heap != nullptr && heap->contains(x_, size_bytes_)) own.offset = heap->offset_of(x_);
     if (receive && source_ != core_->rank() && own.offset >= 0) own.reaches_source = open_source() ? 1 : 0;
     KTG_ASSIGN_OR_RETURN(control_work_,
@@ -60,8 +60,11 @@ class FetchWork final : public Work {
   }
 
  private:
+  // What calls on the control communicator read and write, until they are complete.
   struct Answers {
     explicit Answers(int world_size) : requests(world_size), through(world_size) {}
+    Request own;
+    uint8_t here = 1;
     std::vector<Request> requests;
     std::vector<uint8_t> through;
   };
@@ -100,9 +103,8 @@ class FetchWork final : public Work {
         KTG_ASSIGN_OR_RETURN(const bool copied, core_->reached(copied_.get()));
         if (!copied) return ok_status();
       }
-      const uint8_t here = 1;
-      KTG_ASSIGN_OR_RETURN(control_work_,
-                           core_->setup.control->all_gather(answers_->through.data(), &here, 1, core_->host_stream));
+      KTG_ASSIGN_OR_RETURN(control_work_, core_->setup.control->all_gather(answers_->through.data(), &answers_->here, 1,
+                                                                           core_->host_stream));
       stage_ = Stage::kLeaving;
     }
     KTG_ASSIGN_OR_RETURN(const bool all_through, control_work_->poll());

@@ -98,8 +98,8 @@ void live(GpuRank& rank, int64_t first_generation, int64_t last_generation, bool
     rank.stream().set_stop_token({});
     EXPECT_OK(rank.stream().synchronize(soon()));
     page.at[kDrained][rank.rank()] = monotonic_ns();
-    EXPECT_TRUE(*announced) << "the abort was not announced";
     rank.gate(generation);
+    EXPECT_TRUE(*announced) << "the abort was not announced";
     page.at[kReleased][rank.rank()] = monotonic_ns();
   }
 }
