@@ -1,0 +1,85 @@
+// GPU workers killed at every named point of a step: survivors abort NCCL and keep their memory, a replacement copies a
+// live peer's state, and the last bits are those of a run that was left alone.
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "train_job.h"
+
+namespace kintsugi::fault_test {
+namespace {
+
+// Head size 64; small enough that a step's time is NCCL's.
+std::vector<std::string> on_gpu(std::vector<std::string> more = {}) {
+  std::vector<std::string> arguments;
+  for (const char* set : {"device=cuda", "training.dtype=bf16", "model.dim=192", "model.num_heads=3"}) {
+    arguments.insert(arguments.end(), {"--set", set});
+  }
+  arguments.insert(arguments.end(), more.begin(), more.end());
+  return arguments;
+}
+
+constexpr std::chrono::seconds kPatience{120};
+
+void expect_recovered(const TrainJob& job, size_t deaths, const std::string& source) {
+  EXPECT_EQ(job.events("death").size(), deaths) << job.output();
+  for (const Json& r : job.events("recovered")) {
+    EXPECT_EQ(r["source"], source);
+    if (source == "peer") {
+      EXPECT_EQ(r["steps_lost"], 0);
+    }
+    std::printf("  recovered: %s\n", r["phases"].dump().c_str());
+  }
+}
+
+TEST(GpuKillTest, TheDigestIsThatOfAnUndisturbedRun) {
+  Workspace w;
+  const std::string expected = undisturbed_digest(w, 3, on_gpu());
+  const std::string kills =
+      R"(fault.kill=[{rank=1,step=4,point="data"},{rank=2,step=7,point="forward"},{rank=0,step=11,point="backward"},)"
+      R"({rank=1,step=14,point="mid-reduce"},{rank=2,step=18,point="before-vote"},{rank=0,step=22,point="after-vote"},)"
+      R"({rank=1,step=26,point="mid-update"},{rank=2,step=30,point="snapshot"}])";
+  TrainJob job(w, "disturbed", {.arguments = on_gpu({"--set", kills})});
+  ASSERT_TRUE(job.wait(kPatience).all(0)) << job.output();
+  EXPECT_EQ(job.digest(), expected);
+  expect_recovered(job, 8, "peer");
+}
+
+TEST(GpuKillTest, TheNewestCheckpointServesWhenItIsAskedFor) {
+  Workspace w;
+  const std::string expected = undisturbed_digest(w, 2, on_gpu());
+  TrainJob job(w, "disturbed",
+               {.world_size = 2,
+                .arguments = on_gpu({"--set", "recovery.source=checkpoint", "--set",
+                                     R"(fault.kill=[{rank=1,step=17,point="backward"}])"})});
+  ASSERT_TRUE(job.wait(kPatience).all(0)) << job.output();
+  EXPECT_EQ(job.digest(), expected);
+  expect_recovered(job, 1, "checkpoint");
+}
+
+TEST(GpuKillTest, WithoutASpareANewProcessTakesTheRank) {
+  Workspace w;
+  const std::string expected = undisturbed_digest(w, 2, on_gpu());
+  TrainJob job(w, "disturbed",
+               {.world_size = 2,
+                .arguments = on_gpu(
+                    {"--set", "recovery.spares=0", "--set", R"(fault.kill=[{rank=0,step=9,point="mid-reduce"}])"})});
+  ASSERT_TRUE(job.wait(kPatience).all(0)) << job.output();
+  EXPECT_EQ(job.digest(), expected);
+  expect_recovered(job, 1, "peer");
+}
+
+TEST(GpuKillTest, FixedOrderAgreesOverWorldSizesThroughADeath) {
+  Workspace w;
+  const std::vector<std::string> fixed = on_gpu({"--set", "parallelism.reduce_order=fixed"});
+  const std::string expected = undisturbed_digest(w, 2, fixed);
+  std::vector<std::string> killed = fixed;
+  killed.insert(killed.end(), {"--set", R"(fault.kill=[{rank=2,step=12,point="mid-reduce"}])"});
+  TrainJob job(w, "disturbed", {.world_size = 4, .arguments = killed});
+  ASSERT_TRUE(job.wait(kPatience).all(0)) << job.output();
+  EXPECT_EQ(job.digest(), expected);
+}
+
+}  // namespace
+}  // namespace kintsugi::fault_test
