@@ -1,7 +1,7 @@
 // A decode step's operations in few launches: for a handful of tokens a launch costs as much as the work in it.
 // Optional: KernelTable::decode_layer is null where an implementation has none, and the families one by one do the same.
 //   N sequences, one new token each   C width   H, K, D heads, key/value heads, head size   F feed-forward width
-// bf16 only; sums in fp32. A row's bits depend on its own inputs alone, not on N.
+// bf16 only; sums in fp32. A row's bits depend on its own inputs alone, not on N, for N up to 16.
 #pragma once
 
 #include "kernels/paged_attention.h"
@@ -15,7 +15,8 @@ struct DecodeNorm {
   const void* branch;    // (N, C), or null: the norm is of the stream as it is
   const float* weights;  // (C): of RMSNorm
   float eps;
-  void* normed;  // (N, C): scratch
+  void* normed;   // (N, C): scratch
+  void* product;  // (N, 2 O): scratch, with `swiglu` only
 };
 
 // What turns a raw row of q, k and v into what attention reads. q_norm and k_norm (D) fp32: RMSNorm of each head, or

@@ -79,7 +79,7 @@ void products(const Pool& pool) {
                 {"8B down", 4096, 14336},  {"0.6B qkv", 4096, 1024},   {"0.6B o", 1024, 2048}, {"0.6B up", 6144, 1024},
                 {"0.6B down", 1024, 3072}, {"0.6B head", 151936, 1024}};
   for (const auto& s : shapes) {
-    for (const int64_t N : {1, 8, 16, 32}) {
+    for (const int64_t N : {1, 4, 8, 16}) {
       const int64_t bytes = s.O * s.I * 2, fit = kPoolBytes / bytes, count = std::min<int64_t>(fit, 64);
       const double us = time_chain(pool, count, [&](int64_t i) {
         return kernels::cuda::gemv(pool.workspace + (64 << 20), pool.workspace, pool.data + i * (fit / count) * bytes,

@@ -9,6 +9,7 @@
 #include "kernels/cuda/gemv.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/mma.cuh"
+#include "kernels/gemm.h"
 
 namespace kintsugi::kernels::cuda {
 namespace {
@@ -203,9 +204,7 @@ KernelError launch(GemvArguments a, StreamHandle stream) {
 
 template <bool kSwiglu>
 KernelError launch_plain(const GemvArguments& a, StreamHandle stream) {
-  if (a.N <= 8) return launch<1, 1, false, kSwiglu>(a, stream);
-  if (a.N <= 16) return launch<2, 2, false, kSwiglu>(a, stream);
-  return launch<4, 2, false, kSwiglu>(a, stream);
+  return a.N <= 8 ? launch<1, 1, false, kSwiglu>(a, stream) : launch<2, 2, false, kSwiglu>(a, stream);
 }
 
 __global__ void __launch_bounds__(kNormThreads)
@@ -247,7 +246,7 @@ KernelError gemv(void* y, const void* x, const void* w, const float* bias, int64
 
 KernelError norm_gemv(void* y, const DecodeNorm& norm, const void* w, const float* bias, int64_t N, int64_t C,
                       int64_t O, bool swiglu, StreamHandle stream) {
-  if (!gemv_applies(N, C, O, DType::kBF16) || C > kMaxNormWidth || !aligned(w) || !aligned(norm.stream) ||
+  if (N < 1 || N > INT32_MAX || C < 8 || C % 8 != 0 || C > kMaxNormWidth || !aligned(w) || !aligned(norm.stream) ||
       !aligned(norm.branch) || !aligned(norm.sum) || !aligned(norm.normed) || !aligned(norm.weights)) {
     return cudaErrorInvalidValue;
   }
@@ -273,7 +272,16 @@ KernelError norm_gemv(void* y, const DecodeNorm& norm, const void* w, const floa
       error != cudaSuccess) {
     return error;
   }
-  return swiglu ? launch_plain<true>(a, stream) : launch_plain<false>(a, stream);
+  if (gemv_applies(N, C, 2 * O, DType::kBF16)) {
+    return swiglu ? launch_plain<true>(a, stream) : launch_plain<false>(a, stream);
+  }
+  if (!swiglu) return gemm().linear_forward(y, norm.normed, w, bias, N, C, O, DType::kBF16, stream);
+  if (const KernelError error =
+          gemm().linear_forward(norm.product, norm.normed, w, bias, N, C, 2 * O, DType::kBF16, stream);
+      error != kKernelOk) {
+    return error;
+  }
+  return activation().swiglu_forward(y, norm.product, N, O, DType::kBF16, stream);
 }
 
 }  // namespace kintsugi::kernels::cuda

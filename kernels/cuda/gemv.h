@@ -8,8 +8,9 @@
 
 namespace kintsugi::kernels::cuda {
 
-// The most rows that gemv() takes.
-inline constexpr int64_t kMaxGemvRows = 32;
+// The most rows that gemv() takes. Beyond them every multiprocessor would read as many bytes of x as of w, and the
+// second-level cache would set the pace: cuBLASLt's larger tiles do better.
+inline constexpr int64_t kMaxGemvRows = 16;
 
 // Whether gemv() computes this product: bf16, 1 <= N <= kMaxGemvRows, I a multiple of 8.
 bool gemv_applies(int64_t N, int64_t I, int64_t O, DType dtype);
@@ -21,7 +22,7 @@ bool gemv_applies(int64_t N, int64_t I, int64_t O, DType dtype);
 KernelError gemv(void* y, const void* x, const void* w, const float* bias, int64_t N, int64_t I, int64_t O, DType dtype,
                  StreamHandle stream);
 
-// DecodeLayerKernels::norm_linear, for the sizes that gemv() takes with I = C.
+// DecodeLayerKernels::norm_linear. Beyond kMaxGemvRows the product is cuBLASLt's.
 KernelError norm_gemv(void* y, const DecodeNorm& norm, const void* w, const float* bias, int64_t N, int64_t C,
                       int64_t O, bool swiglu, StreamHandle stream);
 

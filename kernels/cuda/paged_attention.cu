@@ -13,6 +13,9 @@ constexpr int64_t kMaxHeadSize = 256;
 // the number of splits is part of what a result's bits depend on.
 constexpr int64_t kBlocksForOneSequence = 256;
 
+// Steps of more sequences have work enough in each launch.
+constexpr int64_t kMaxLayerRows = 256;
+
 int64_t head_groups(const PagedShape& s) { return (s.H / s.K + kHeadsPerBlock - 1) / kHeadsPerBlock; }
 
 // At most this many splits for contexts of any length.
@@ -107,7 +110,7 @@ KernelError decode(void* o, const void* q, const void* k_cache, const void* v_ca
 }
 
 bool layer_applies(int64_t N, int64_t C, int64_t F, int64_t D) {
-  return gemv_applies(N, C, 2 * F, DType::kBF16) && C <= kMaxNormWidth && D % 8 == 0 && D <= kMaxHeadSize;
+  return N <= kMaxLayerRows && C % 8 == 0 && C <= kMaxNormWidth && F % 8 == 0 && D % 8 == 0 && D <= kMaxHeadSize;
 }
 
 KernelError rotate_and_decode(void* o, const void* qkv, void* k_cache, void* v_cache, const int32_t* block_tables,

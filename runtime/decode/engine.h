@@ -9,7 +9,7 @@
 // Where a device runs ahead of the host, tokens are drawn on it and each decode step feeds the next (device_decode.h):
 // the next step is queued before the host has read the tokens of the last. A sequence that turns out to have ended in
 // the meantime leaves the batch then, and what the step in between made of it is dropped.
-// On a GPU the statements above about bits hold for batches of up to 32 sequences; prefill has the bits of a training
+// On a GPU the statements above about bits hold for batches of up to 16 sequences; prefill has the bits of a training
 // forward pass of the same shape.
 //
 // One thread at a time. All memory is allocated in create().

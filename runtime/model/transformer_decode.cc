@@ -14,8 +14,8 @@ bool TransformerImpl::decodes_by_layer(int64_t S) const {
 Status TransformerImpl::decode_linear(void* y, DecodeStreams& streams, const void* branch, const float* norm,
                                       const void* matrix, const float* bias, int64_t N, int64_t O, bool swiglu,
                                       Stream& stream) {
-  const kernels::DecodeNorm in{streams.next,   streams.present, branch, norm, static_cast<float>(config_.norm_eps),
-                               a_.layers[0].h1};
+  const kernels::DecodeNorm in{streams.next,    streams.present, branch, norm, static_cast<float>(config_.norm_eps),
+                               a_.layers[0].h1, a_.layers[0].up};
   const kernels::KernelError error =
       k_.decode_layer->norm_linear(y, in, matrix, bias, N, C(), O, swiglu, stream.handle());
   if (branch != nullptr) std::swap(streams.present, streams.next);
