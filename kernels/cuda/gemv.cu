@@ -7,6 +7,8 @@
 // present one is multiplied, and the first before the kernels in front have finished.
 #include "kernels/cuda/decode_norm.cuh"
 #include "kernels/cuda/gemv.h"
+
+#include "kernels/activation.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/mma.cuh"
 #include "kernels/gemm.h"

@@ -46,31 +46,32 @@ class GpuModel {
     return std::move(engine).value();
   }
 
-  // Logits (T, V) of the whole sequence by a model that was made for training.
-  std::vector<float> full_forward(const std::vector<int32_t>& tokens) {
-    const int64_t T = static_cast<int64_t>(tokens.size()), V = host_.config.vocab_size;
+  // Logits (T, V) of the whole sequence by a model that was made for training; or the last position's alone (V), whose
+  // head is then a product of another shape.
+  std::vector<float> full_forward(const std::vector<int32_t>& tokens, bool last_only) {
+    const int64_t T = static_cast<int64_t>(tokens.size()), V = host_.config.vocab_size, rows = last_only ? 1 : T;
     const TransformerOptions options{.dtype = host_.dtype, .max_tokens = T, .max_seq_len = T, .training = true};
     Arena arena(gpu().allocate(Transformer::activation_bytes(host_.config, options, gpu().kernels()), "test").value());
     std::unique_ptr<Transformer> model = Transformer::create(host_.config, options, gpu(), arena, *stream_).value();
     std::vector<int32_t> positions(tokens.size());
     for (int64_t t = 0; t < T; ++t) positions[t] = static_cast<int32_t>(t);
     const Buffer ids = on_device(tokens.data(), T * 4), device_positions = on_device(positions.data(), T * 4);
-    const Buffer raw = gpu().allocate(T * V * kernels::size_of(host_.dtype), "logits").value();
-    const Buffer wide = gpu().allocate(T * V * 4, "logits in fp32").value();
+    const Buffer raw = gpu().allocate(rows * V * kernels::size_of(host_.dtype), "logits").value();
+    const Buffer wide = gpu().allocate(rows * V * 4, "logits in fp32").value();
     EXPECT_TRUE(model
-                    ->forward_logits(raw.data(), ids.as<int32_t>(), device_positions.as<int32_t>(), 1, T, false, access,
-                                     nullptr, *stream_)
+                    ->forward_logits(raw.data(), ids.as<int32_t>(), device_positions.as<int32_t>(), 1, T, last_only,
+                                     access, nullptr, *stream_)
                     .ok());
     const float* logits = wide.as<float>();
     if (host_.dtype == DType::kF32) {
       logits = raw.as<float>();
     } else {
-      EXPECT_EQ(
-          gpu().kernels().reduce->convert_to_f32(wide.as<float>(), raw.data(), T * V, host_.dtype, stream_->handle()),
-          kernels::kKernelOk);
+      EXPECT_EQ(gpu().kernels().reduce->convert_to_f32(wide.as<float>(), raw.data(), rows * V, host_.dtype,
+                                                       stream_->handle()),
+                kernels::kKernelOk);
     }
-    std::vector<float> out(static_cast<size_t>(T * V));
-    EXPECT_TRUE(gpu().copy(out.data(), logits, T * V * 4, *stream_).ok());
+    std::vector<float> out(static_cast<size_t>(rows * V));
+    EXPECT_TRUE(gpu().copy(out.data(), logits, rows * V * 4, *stream_).ok());
     EXPECT_TRUE(stream_->synchronize(Deadline::after(std::chrono::seconds(30))).ok());
     return out;
   }
@@ -158,11 +159,11 @@ TEST_P(CudaEngineBitsTest, PrefillHasTheTrainingForwardsBitsAndDecodeIsNearIt) {
   ASSERT_TRUE(engine->add(recording(prompt, kNew, {}, &out)).ok());
   const Status status = engine->run();
   ASSERT_TRUE(status.ok()) << status.to_string();
-  const std::vector<float> first = device.full_forward(prompt);
-  for (int64_t v = 0; v < V; ++v) ASSERT_EQ(out.logits[v], first[(kPrompt - 1) * V + v]) << "token " << v;
+  const std::vector<float> first = device.full_forward(prompt, true);
+  for (int64_t v = 0; v < V; ++v) ASSERT_EQ(out.logits[v], first[v]) << "token " << v;
   std::vector<int32_t> all = prompt;
   all.insert(all.end(), out.ids.begin(), out.ids.end() - 1);
-  const std::vector<float> full = device.full_forward(all);
+  const std::vector<float> full = device.full_forward(all, false);
   // Products and attention add up in other orders: relative differences of a few roundoffs a layer, of logits whose
   // size is that of the largest. bf16 rounds between the operations, some tens of times a layer.
   float largest = 0, difference = 0;
