@@ -5,7 +5,7 @@
 
 The job is the 124M shape of experiments/train_speed (12 layers, C 768, V 50304; T 1024, global batch 64, bf16, fp32 master
 weights and moments, training.deterministic), one rank a GPU, or all ranks on the GPUs there are. For each number of ranks:
-communicators alone first (communicator_probe, the same number of ranks), then the job with a spare an agent, then, with
+communicators alone first (nccl_probe, the same number of ranks), then the job with a spare an agent, then, with
 --without-spare, a few kills with none. Each job's steps are run once more undisturbed, and the two state_sha256 are compared.
 This process, not the job, sends each SIGKILL; experiments/recovery/kill_bench.py says what is measured.
 """
@@ -28,7 +28,7 @@ REACH_MS = {(4, 1): 900, (8, 1): 1400, (4, 0): 3000, (8, 0): 3000}
 
 def probe(build: str, ranks: int, kills: int, seed: int, out: pathlib.Path) -> dict:
     path = out / f"probe_{ranks}.json"
-    subprocess.run([str(ROOT / build / "bin/communicator_probe"), "--ranks", str(ranks), "--kills", str(kills), "--seed",
+    subprocess.run([str(ROOT / build / "bin/nccl_probe"), "--ranks", str(ranks), "--kills", str(kills), "--seed",
                     str(seed), "--json", str(path)], check=True)
     return json.loads(path.read_text())
 

@@ -6,6 +6,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 if [ "${KTG_BUILD:-1}" = 1 ]; then
   launch/setup.sh
   cmake --preset cuda-release --log-level=NOTICE
-  cmake --build --preset cuda-release --target train communicator_probe
+  cmake --build --preset cuda-release --target train nccl_probe
 fi
 exec python3 experiments/recovery_gpu/measure.py "$@"

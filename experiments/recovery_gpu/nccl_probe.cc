@@ -1,6 +1,6 @@
 // Communicators alone: how long until ranks on GPUs sum again after one of them was killed, with nothing to train.
 //
-//   communicator_probe --ranks 4 --kills 10 [--json FILE]
+//   nccl_probe --ranks 4 --kills 10 [--json FILE]
 //
 // Each rank is a process that sums 1 MiB again and again. This program kills one at a random moment and raises the stop
 // word at once (in a training run the agents do that, 0.1 ms after the death). Survivors abort NCCL; a spare process,
@@ -296,6 +296,6 @@ int main(int argc, char** argv) {
   CLI11_PARSE(app, argc, argv);
   const kintsugi::Status status = kintsugi::measure(ranks, kills, seed, json_file);
   if (status.ok()) return 0;
-  std::fprintf(stderr, "communicator_probe: %s\n", status.to_string().c_str());
+  std::fprintf(stderr, "nccl_probe: %s\n", status.to_string().c_str());
   return 1;
 }
