@@ -85,7 +85,8 @@ Status TrainerImpl::name_non_finite(const VoteOutcome& vote) {
 int64_t TrainerImpl::device_bytes_used() const {
   const Result<runtime::DeviceMemory> memory = backend_->memory();
   if (!memory.ok()) return 0;
-  return device_->bytes_free_before - memory->available_bytes + backend_->library_bytes();
+  const int64_t heap_bytes = environment_.state_heap == nullptr ? 0 : environment_.state_heap->capacity_bytes();
+  return device_->bytes_free_before - memory->available_bytes + backend_->library_bytes() + heap_bytes;
 }
 
 StepTimes TrainerImpl::step_times() {

@@ -102,9 +102,8 @@ class TrainerImpl final : public Trainer {
   struct Lane;
   Status in_pieces(int64_t n, int64_t piece, int64_t staged_elements,
                    const std::function<Status(Lane&, int64_t, int64_t)>& body);
-  // write(out, begin, count) writes elements [begin, begin + count) of the flat buffer at `to`; fill() does so for
-  // weights, m and v. On a device from several threads at once.
-  Status write_flat(float* to, const std::function<Status(float*, int64_t, int64_t)>& write);
+  // fill(weights, m, v, begin, count) writes elements [begin, begin + count) of the three. On a device from several
+  // threads at once.
   Status fill_state(const std::function<Status(float*, float*, float*, int64_t, int64_t)>& fill);
   Status digest_share(int64_t begin, int64_t end, checkpoint::BlockDigest* out);
   Result<uint64_t> state_digest();

@@ -66,15 +66,6 @@ Status TrainerImpl::in_pieces(int64_t n, int64_t piece, int64_t staged_elements,
   return ok_status();
 }
 
-Status TrainerImpl::write_flat(float* to, const std::function<Status(float*, int64_t, int64_t)>& write) {
-  if (!device_) return write(to, 0, state().length);
-  return in_pieces(state().length, kPieceElements, kPieceElements, [&](Lane& lane, int64_t begin, int64_t count) {
-    auto* staged = lane.staging.as<float>();
-    KTG_RETURN_IF_ERROR(write(staged, begin, count));
-    return lane.move(*backend_, to + begin, staged, count, collective_deadline());
-  });
-}
-
 Status TrainerImpl::fill_state(const std::function<Status(float*, float*, float*, int64_t, int64_t)>& fill) {
   runtime::TrainState& s = state();
   if (!device_) return fill(s.weights, s.m, s.v, 0, s.length);
