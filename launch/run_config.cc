@@ -224,6 +224,7 @@ runtime::TransformerOptions RunConfig::transformer_options(int64_t max_tokens) c
           .max_tokens = max_tokens,
           .max_seq_len = training.seq_len,
           .training = true,
+          .one_length = true,
           .recompute = runtime::parse_recompute(training.recompute).value(),
           .deterministic = training.deterministic};
 }

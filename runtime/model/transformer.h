@@ -111,6 +111,7 @@ struct TransformerOptions {
   int64_t max_seq_len = 0;    // the longest T of any call
   bool training = true;       // plan buffers for backward
   int64_t max_decode = 0;     // the most sequences of a decode(); 0: only where decode needs no workspace
+  bool one_length = false;    // every forward_backward() has sequences of max_seq_len: no workspace for others
   Recompute recompute = Recompute::kNone;
   bool deterministic = true;  // false: attention's backward may sum in an order that varies
 };

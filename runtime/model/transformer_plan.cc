@@ -18,7 +18,7 @@ int64_t attention_workspace_bytes(const ModelConfig& config, const TransformerOp
     return kernels.attention->backward_workspace_bytes(attention_shape(config, options, B, T), options.dtype);
   };
   int64_t most = bytes(options.max_seq_len);
-  for (int64_t T = 1; T < options.max_seq_len; T *= 2) most = std::max(most, bytes(T));
+  for (int64_t T = 1; T < options.max_seq_len && !options.one_length; T *= 2) most = std::max(most, bytes(T));
   return most;
 }
 
