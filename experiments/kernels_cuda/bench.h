@@ -55,6 +55,8 @@ std::vector<Case> bias_gradient_cases();
 
 // Prints and returns what building attention's graphs costs, and the scratch they want.
 nlohmann::json attention_builds();
+// Every plan that cuDNN has for attention's passes, timed once each.
+void print_attention_plans(Pool& pool, cudaStream_t stream);
 // Times the matrix products of the training shapes with the library's first choice and the fastest of its proposals.
 nlohmann::json bench_gemms(Pool& pool, cudaStream_t stream);
 // The same for GPT-2's products with and without fused epilogues.

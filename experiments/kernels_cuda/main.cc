@@ -152,6 +152,7 @@ int run(int argc, char** argv) {
   if (wanted("gemm")) gemms = bench_gemms(pool, timer.stream);
   if (wanted("epilogue")) epilogues = bench_epilogues(pool, timer.stream);
   if (wanted("attention")) graphs = attention_builds();
+  if (!filters.empty() && wanted("plans")) print_attention_plans(pool, timer.stream);
   std::vector<Case> cases = rowwise_cases();
   for (auto more : {bias_gradient_cases, attention_cases}) {
     for (Case& c : more()) cases.push_back(std::move(c));
@@ -160,11 +161,9 @@ int run(int argc, char** argv) {
     if (wanted(c.kernel)) results.push_back(measure(timer, pool, c, copy_rate));
   }
   if (!json_path.empty()) {
-    std::ofstream(json_path) << nlohmann::json{{"device", device.name},
-                                               {"copy_gb_per_s", copy_rate},
-                                               {"cases", results},
-                                               {"gemms", gemms},
-                                               {"attention_graphs", graphs}}
+    std::ofstream(json_path) << nlohmann::json{{"device", device.name},  {"copy_gb_per_s", copy_rate},
+                                               {"cases", results},       {"gemms", gemms},
+                                               {"epilogues", epilogues}, {"attention_graphs", graphs}}
                                     .dump(1)
                              << "\n";
   }

@@ -214,6 +214,32 @@ nlohmann::json attention_builds() {
   return rows;
 }
 
+void print_attention_plans(Pool& pool, cudaStream_t stream) {
+  using enum kernels::cuda::AttentionPass;
+  for (const ModelShape& m : kModels) {
+    for (const auto& [pass, deterministic, name] : {std::tuple{kForwardWithLse, true, "forward"},
+                                                    {kBackward, true, "backward repeatable"},
+                                                    {kBackward, false, "backward"}}) {
+      const AttentionShape s = attention_shape(m, deterministic);
+      pool.reset();
+      const AttentionBuffers b(pool, s);
+      std::vector<void*> operands = {b.qkv, b.qkv + b.k_at, b.qkv + b.v_at, b.o, b.lse};
+      if (pass == kBackward) {
+        for (void* p : {b.d_o, static_cast<void*>(b.d_qkv), static_cast<void*>(b.d_qkv + b.k_at),
+                        static_cast<void*>(b.d_qkv + b.v_at)}) {
+          operands.push_back(p);
+        }
+      }
+      for (const kernels::cuda::CudnnPlanTime& t : kernels::cuda::time_cudnn_attention_plans(
+               s, pass, operands, b.workspace, kernels::cuda::attention().backward_workspace_bytes(s, DType::kBF16),
+               stream)) {
+        std::printf("  %-9s %-20s %9.1f us %12lld bytes %s\n", m.name, name, t.microseconds,
+                    static_cast<long long>(t.workspace_bytes), t.name.c_str());
+      }
+    }
+  }
+}
+
 nlohmann::json bench_gemms(Pool& pool, cudaStream_t stream) {
   nlohmann::json rows = nlohmann::json::array();
   for (const ModelShape& m : kModels) {

@@ -114,8 +114,7 @@ std::vector<int64_t> expected_uids(AttentionPass pass) {
   return {};
 }
 
-// Why the plan is of no use, or empty.
-std::string build_graph(Plan& plan, const AttentionShape& s, AttentionPass pass, cudnnHandle_t handle) {
+std::unique_ptr<Graph> describe_graph(const AttentionShape& s, AttentionPass pass) {
   auto graph = std::make_unique<Graph>();
   graph->set_io_data_type(fe::DataType_t::BFLOAT16)
       .set_intermediate_data_type(fe::DataType_t::FLOAT)
@@ -125,6 +124,12 @@ std::string build_graph(Plan& plan, const AttentionShape& s, AttentionPass pass,
   } else {
     add_forward(*graph, s, pass == AttentionPass::kForwardWithLse);
   }
+  return graph;
+}
+
+// Why the plan is of no use, or empty.
+std::string build_graph(Plan& plan, const AttentionShape& s, AttentionPass pass, cudnnHandle_t handle) {
+  auto graph = describe_graph(s, pass);
   if (fe::error_t error = graph->build(handle, {fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK}); error.is_bad()) {
     return "cuDNN: " + error.get_message();
   }
@@ -225,6 +230,52 @@ int64_t cudnn_attention_scratch_bytes(const AttentionShape& shape, AttentionPass
   const std::lock_guard lock(c.mutex);
   const auto at = c.plans.find(key_of(shape, pass));
   return at == c.plans.end() ? -1 : at->second.workspace_bytes;
+}
+
+std::vector<CudnnPlanTime> time_cudnn_attention_plans(const AttentionShape& shape, AttentionPass pass,
+                                                      std::vector<void*> operands, void* workspace,
+                                                      int64_t workspace_bytes, StreamHandle stream) {
+  if (cudnn_attention_prepare(shape, pass) != kKernelOk) return {};  // makes the handle, too
+  Cudnn& c = cudnn();
+  const std::lock_guard lock(c.mutex);
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  std::vector<CudnnPlanTime> times;
+  cudaEvent_t begin = nullptr, end = nullptr;
+  cudaEventCreate(&begin);
+  cudaEventCreate(&end);
+  try {
+    const auto graph = describe_graph(shape, pass);
+    if (cudnnSetStream(c.handle, cuda_stream) != CUDNN_STATUS_SUCCESS ||
+        graph
+            ->build(c.handle, {fe::HeurMode_t::A, fe::HeurMode_t::B, fe::HeurMode_t::FALLBACK},
+                    fe::BuildPlanPolicy_t::ALL)
+            .is_bad()) {
+      return times;
+    }
+    const int count = static_cast<int>(operands.size());
+    for (int64_t i = 0; i < graph->get_execution_plan_count(); ++i) {
+      CudnnPlanTime plan{"", 0, -1};
+      if (graph->get_plan_name_at_index(i, plan.name).is_bad()) continue;
+      if (graph->get_workspace_size_plan_at_index(i, plan.workspace_bytes).is_bad()) continue;
+      bool runs = plan.workspace_bytes <= workspace_bytes;
+      float best = 1e30f;
+      for (int repeat = 0; repeat < 4 && runs; ++repeat) {
+        float ms = 0;
+        cudaEventRecord(begin, cuda_stream);
+        runs = graph->execute_plan_at_index(c.handle, operands.data(), count, workspace, i).is_good();
+        cudaEventRecord(end, cuda_stream);
+        runs = runs && cudaEventSynchronize(end) == cudaSuccess && cudaEventElapsedTime(&ms, begin, end) == cudaSuccess;
+        if (runs) best = std::min(best, ms);
+      }
+      if (runs) plan.microseconds = 1000.0 * static_cast<double>(best);
+      times.push_back(plan);
+    }
+  } catch (const std::exception& e) {
+    set_cudnn_error_text(e.what());
+  }
+  cudaEventDestroy(begin);
+  cudaEventDestroy(end);
+  return times;
 }
 
 KernelError cudnn_attention_forward(void* o, float* lse, const void* q, const void* k, const void* v,

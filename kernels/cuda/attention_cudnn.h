@@ -6,6 +6,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "kernels/attention.h"
 
@@ -20,6 +21,18 @@ KernelError cudnn_attention_prepare(const AttentionShape& shape, AttentionPass p
 std::string cudnn_attention_why_not(const AttentionShape& shape, AttentionPass pass);
 // What the built graph needs; -1 when there is none. The forward passes use the stream's scratch (library_handles.h).
 int64_t cudnn_attention_scratch_bytes(const AttentionShape& shape, AttentionPass pass);
+
+// For experiments: every plan that cuDNN has for the shape, the one that runs use first, timed on the operands (those
+// of kernels/attention.h in the order q, k, v, o, lse, d_o, dq, dk, dv; a forward pass takes the first four or five).
+// Plans that want more than workspace_bytes are named with -1. Blocks for seconds. Empty in a build without cuDNN.
+struct CudnnPlanTime {
+  std::string name;
+  int64_t workspace_bytes;
+  double microseconds;
+};
+std::vector<CudnnPlanTime> time_cudnn_attention_plans(const AttentionShape& shape, AttentionPass pass,
+                                                      std::vector<void*> operands, void* workspace,
+                                                      int64_t workspace_bytes, StreamHandle stream);
 
 // As kernels/attention.h has them.
 KernelError cudnn_attention_forward(void* o, float* lse, const void* q, const void* k, const void* v,
