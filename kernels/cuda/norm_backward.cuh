@@ -82,7 +82,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   constexpr int kSums = kMean ? 2 : 1;
   __shared__ float scratch[2][kRows * kSums][32];
   __shared__ float columns[kMaxSharedColumns];
-  allow_next();
   const int32_t group = rows.group, lane = static_cast<int32_t>(threadIdx.x) % group;
   const int32_t groups = static_cast<int32_t>(blockDim.x) / group;
   const int64_t begin = blockIdx.x * rows_per_block;
@@ -174,6 +173,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       }
     }
   }
+  allow_next();  // not earlier: the next kernel would be seen waiting for as long as this one runs
   write_column_sums(a.dw_partials, dw, rows, columns);
   if constexpr (kMean) {
     __syncthreads();
@@ -186,7 +186,6 @@ template <class T, bool kMean>
 __global__ void __launch_bounds__(kNormBackwardThreads)
     norm_backward_wide_kernel(NormBackward<T> a, Rows rows, int64_t rows_per_block) {
   __shared__ float scratch[2][2][32];
-  allow_next();
   const int64_t begin = blockIdx.x * rows_per_block;
   const int64_t end = begin + rows_per_block < rows.N ? begin + rows_per_block : rows.N;
   const float inverse_count = 1.0f / static_cast<float>(rows.C);
