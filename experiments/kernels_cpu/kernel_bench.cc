@@ -248,7 +248,7 @@ void add_decode(Suite& s) {
   const PagedAttentionKernels& paged = *s.k.paged_attention;
   const DType t = s.dtype;
   s.cases.push_back({"paged decode 8 x 256", Bound::kMemory, 2 * product(S, length, kC) * s.element(), 0, false,
-                     [=, &paged] { paged.decode(o, q, k_cache, v_cache, tables, lens, shape, t, nullptr); }});
+                     [=, &paged] { paged.decode(o, q, k_cache, v_cache, tables, lens, shape, t, nullptr, nullptr); }});
   for (const int64_t rows : {int64_t{1}, int64_t{8}}) {
     void *x = s.memory.typed(rows * kC), *w = s.memory.typed(2 * kF * kC), *y = s.memory.typed(rows * 2 * kF);
     const GemmKernels& gemm = *s.k.gemm;

@@ -203,7 +203,10 @@ TEST_P(CudaGemmTest, OperandsMayStartAnywhere) {
   ASSERT_EQ(cudaMemcpy(actual.data(), y.data(), static_cast<size_t>(actual.size() * size_of(dtype())),
                        cudaMemcpyDeviceToHost),
             cudaSuccess);
-  expect_close(actual, expected, sum_error(s.I) + unit_roundoff(dtype()) * static_cast<double>(bias.max_abs()),
+  // As above: where 16-byte rows are out of reach, the library rounds the product before it adds the bias.
+  const double product = 8 * std::sqrt(static_cast<double>(s.I));
+  expect_close(actual, expected,
+               sum_error(s.I) + unit_roundoff(dtype()) * (static_cast<double>(bias.max_abs()) + product),
                2 * unit_roundoff(dtype()), "y");
 }
 
