@@ -134,6 +134,7 @@ Status check_device_memory(const RunConfig& config, int world_size, const runtim
     for (const char* recompute : {"none", "norms_and_activations", "attention", "block"}) {
       c.training.recompute = recompute;
       for (int64_t size = std::min(share, size_now); size >= 1; --size) {
+        if (share % size != 0) continue;  // no layout, and its message costs more than this look
         c.training.micro_batch_size = size;
         if (!c.batch_layout(0, world_size).ok() || needs(c) > memory.available_bytes) continue;
         return fmt::format("training.micro_batch_size = {} with training.recompute = \"{}\" would fit", size,
