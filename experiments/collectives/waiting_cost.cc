@@ -86,5 +86,5 @@ int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 21;
   auto fds = create_bench_fds(kRanks, 0);
   if (!fds.ok()) return 1;
-  return run_forked(kRanks, *fds, [&](BenchWorld& world) { return run(world, rounds); });
+  return run_forked(kRanks, *fds, /*bound=*/true, [&](BenchWorld& world) { return run(world, rounds); });
 }
