@@ -23,5 +23,5 @@ begin=$(date +%s.%N)
 "$bin/train" "$here/austen_25m.toml" --out "$out" ${KTG_TRAIN_ARGS:-}
 seconds=$(python3 -c "print(f'{$(date +%s.%N) - $begin:.1f}')")
 checkpoint=$("$here/report.py" "$out" --results "$results" --seconds "$seconds")
-"$bin/infer" generate "$out/checkpoint/$checkpoint" --prompt "It is a truth universally acknowledged, that " --max-tokens 600 \
+"$bin/infer" generate "$out/checkpoint/$checkpoint" --prompt "It is a truth universally acknowledged, that " --max-tokens 460 \
   --temperature 0.7 --seed 1 | tee "$results/sample.txt"

@@ -8,7 +8,7 @@ Before anything is timed, check_gradients.py holds our gradients against PyTorch
 trained on random tokens by `train` itself, with its agent, metrics and all: 5 steps warm up, the median of 20 counts.
 A step's time is that of metrics.jsonl, from the end of one step to the end of the next, the device included: its loss
 is the device's. `train` is then ended by SIGKILL; nobody wants its checkpoint. PyTorch's side is pytorch_peer.py, by
-the same rules. Every loss must be finite and the first near ln(vocabulary).
+the same rules. Every loss must be finite and the first that of fresh weights.
   MFU: the full-attention rule, 6 N' + 12 L C T FLOPs a token, over 989.4 TFLOP/s dense.
   floor: tokens/s of a step that is nothing but its matrix products at cuBLAS's rate, its attention at cuDNN's and the
   rest at the speed of a copy, as measured on one H200 (README.md). memory: of the whole device, while training.
@@ -48,6 +48,11 @@ def nvidia_smi(*fields):
 def device_memory_gib():
     used = nvidia_smi("memory.used")
     return float(used.split()[0]) / 1024 if used else None
+
+
+def first_loss(model):
+    """Of fresh weights: normed activations times weights of deviation 0.02 make normal logits of variance C 0.02^2."""
+    return math.log(model["vocab_size"]) + model["dim"] * 0.02**2 / 2
 
 
 def read_steps(path):
@@ -95,7 +100,7 @@ def ours(args, name, config, deterministic, folder):
         log.seek(0)
         return {"failed": f"{len(steps)} steps of {wanted} in {time.monotonic() - begin:.0f} s; " + " | ".join(log.read().strip().splitlines()[-4:])}
     losses = [s["loss_metrics/global_avg_loss"] for s in steps[:wanted]]
-    if not all(x is not None and math.isfinite(x) for x in losses) or abs(losses[0] - math.log(config["model"]["vocab_size"])) > 0.5:
+    if not all(x is not None and math.isfinite(x) for x in losses) or abs(losses[0] - first_loss(config["model"])) > 0.1:
         return {"failed": f"losses {losses[:3]} ... {losses[-1]}"}
     times = [s["time_metrics/end_to_end(s)"] for s in steps[:wanted]]
     median = statistics.median(times[WARM_UP:])
