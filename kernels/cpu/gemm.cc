@@ -2,7 +2,7 @@
 
 #include <cerrno>
 
-#include "kernels/activation.h"
+#include "kernels/composed_linear.h"
 #include "kernels/cpu/isa.h"
 #include "kernels/cpu/matmul.h"
 
@@ -35,35 +35,19 @@ KernelError linear_backward_bias(float* dbias, const void* dy, int64_t N, int64_
   return best_isa().column_sums(dbias, dy, N, O, accumulate, dtype);
 }
 
-KernelError linear_gelu_forward(void* y, void* up, const void* x, const void* w, const float* bias, int64_t N,
-                                int64_t I, int64_t O, DType dtype, StreamHandle stream) {
-  const KernelError error = linear_forward(up, x, w, bias, N, I, O, dtype, stream);
-  return error != kKernelOk ? error : activation().gelu_forward(y, up, N, O, dtype, stream);
-}
-
-KernelError linear_gelu_backward_input(void* d_up, const void* dy, const void* w, const void* up, int64_t N, int64_t I,
-                                       int64_t O, DType dtype, StreamHandle stream) {
-  const KernelError error = linear_backward_input(d_up, dy, w, N, I, O, false, dtype, stream);
-  return error != kKernelOk ? error : activation().gelu_backward(d_up, d_up, up, N, I, dtype, stream);
-}
-
-KernelError linear_backward_weight_bias(float* dw, float* dbias, const void* dy, const void* x, int64_t N, int64_t I,
-                                        int64_t O, bool accumulate, DType dtype, StreamHandle stream) {
-  const KernelError error = linear_backward_weight(dw, dy, x, N, I, O, accumulate, dtype, stream);
-  return error != kKernelOk ? error : linear_backward_bias(dbias, dy, N, O, accumulate, dtype, stream);
-}
-
 const char* library() {
   const char* name = onednn_library();
   return name != nullptr ? name : "built-in blocked";
 }
 
+using Composed = ComposedLinear<gemm, activation>;
+
 }  // namespace
 
 const GemmKernels& gemm() {
   static constexpr GemmKernels kTable{
-      linear_forward,      linear_backward_input,      linear_backward_weight,      linear_backward_bias,
-      linear_gelu_forward, linear_gelu_backward_input, linear_backward_weight_bias, library};
+      linear_forward,         linear_backward_input,         linear_backward_weight,         linear_backward_bias,
+      Composed::gelu_forward, Composed::gelu_backward_input, Composed::backward_weight_bias, library};
   return kTable;
 }
 

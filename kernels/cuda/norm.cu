@@ -57,26 +57,11 @@ KernelError residual_layer_norm_forward(void* sum, void* y, float* mean, float* 
   });
 }
 
-KernelError rms_norm_backward(void* dx, float* dw, const void* dy, const void* x, const float* w, const float* rstd,
-                              const void* dresidual, int64_t N, int64_t C, RowLayout layout, bool accumulate_dw,
-                              void* workspace, DType dtype, StreamHandle stream) {
-  return for_dtype(dtype, [&]<class T>(T) {
-    const NormBackward<T> a{static_cast<T*>(dx),
-                            nullptr,
-                            nullptr,
-                            static_cast<const T*>(dy),
-                            static_cast<const T*>(x),
-                            w,
-                            nullptr,
-                            rstd,
-                            static_cast<const T*>(dresidual)};
-    return launch_norm_backward<false>(a, dw, nullptr, workspace, N, C, layout, accumulate_dw, stream);
-  });
-}
-
-KernelError layer_norm_backward(void* dx, float* dw, float* db, const void* dy, const void* x, const float* w,
-                                const float* mean, const float* rstd, const void* dresidual, int64_t N, int64_t C,
-                                bool accumulate_dw, void* workspace, DType dtype, StreamHandle stream) {
+// mean and db: LayerNorm's; null otherwise.
+template <bool kLayerNorm>
+KernelError norm_backward(void* dx, float* dw, float* db, const void* dy, const void* x, const float* w,
+                          const float* mean, const float* rstd, const void* dresidual, int64_t N, int64_t C,
+                          RowLayout layout, bool accumulate_dw, void* workspace, DType dtype, StreamHandle stream) {
   return for_dtype(dtype, [&]<class T>(T) {
     const NormBackward<T> a{static_cast<T*>(dx),
                             nullptr,
@@ -87,8 +72,22 @@ KernelError layer_norm_backward(void* dx, float* dw, float* db, const void* dy, 
                             mean,
                             rstd,
                             static_cast<const T*>(dresidual)};
-    return launch_norm_backward<true>(a, dw, db, workspace, N, C, RowLayout{}, accumulate_dw, stream);
+    return launch_norm_backward<kLayerNorm>(a, dw, db, workspace, N, C, layout, accumulate_dw, stream);
   });
+}
+
+KernelError rms_norm_backward(void* dx, float* dw, const void* dy, const void* x, const float* w, const float* rstd,
+                              const void* dresidual, int64_t N, int64_t C, RowLayout layout, bool accumulate_dw,
+                              void* workspace, DType dtype, StreamHandle stream) {
+  return norm_backward<false>(dx, dw, nullptr, dy, x, w, nullptr, rstd, dresidual, N, C, layout, accumulate_dw,
+                              workspace, dtype, stream);
+}
+
+KernelError layer_norm_backward(void* dx, float* dw, float* db, const void* dy, const void* x, const float* w,
+                                const float* mean, const float* rstd, const void* dresidual, int64_t N, int64_t C,
+                                bool accumulate_dw, void* workspace, DType dtype, StreamHandle stream) {
+  return norm_backward<true>(dx, dw, db, dy, x, w, mean, rstd, dresidual, N, C, RowLayout{}, accumulate_dw, workspace,
+                             dtype, stream);
 }
 
 // Two rows of partial sums (weights and biases) for each block there can be.

@@ -220,10 +220,10 @@ KernelError tree_sum(float* dst, const float* const* srcs, int64_t count, int64_
   }
 }
 
-template <class T>
+template <class To, class From>
 struct Convert {
-  T* dst;
-  const float* x;
+  To* dst;
+  const From* x;
   static constexpr int kElements = 4;
   struct Loaded {
     float v[4];
@@ -234,35 +234,18 @@ struct Convert {
     return l;
   }
   __device__ void store(int64_t i, const Loaded& l) const { store_four(dst + i, l.v); }
-  __device__ void one(int64_t i) const { dst[i] = static_cast<T>(x[i]); }
-};
-
-template <class T>
-struct ConvertToF32 {
-  float* dst;
-  const T* x;
-  static constexpr int kElements = 4;
-  struct Loaded {
-    float v[4];
-  };
-  __device__ Loaded load(int64_t i) const {
-    Loaded l;
-    load_four(l.v, x + i);
-    return l;
-  }
-  __device__ void store(int64_t i, const Loaded& l) const { store_four(dst + i, l.v); }
-  __device__ void one(int64_t i) const { dst[i] = static_cast<float>(x[i]); }
+  __device__ void one(int64_t i) const { dst[i] = static_cast<To>(x[i]); }
 };
 
 KernelError convert(void* dst, const float* x, int64_t n, DType dst_dtype, StreamHandle stream) {
   return for_dtype(dst_dtype, [&]<class T>(T) {
-    return launch_flat<4>(Convert<T>{static_cast<T*>(dst), x}, n, aligned16(dst, x), stream);
+    return launch_flat<4>(Convert<T, float>{static_cast<T*>(dst), x}, n, aligned16(dst, x), stream);
   });
 }
 
 KernelError convert_to_f32(float* dst, const void* x, int64_t n, DType dtype, StreamHandle stream) {
   return for_dtype(dtype, [&]<class T>(T) {
-    return launch_flat<4>(ConvertToF32<T>{dst, static_cast<const T*>(x)}, n, aligned16(dst, x), stream);
+    return launch_flat<4>(Convert<float, T>{dst, static_cast<const T*>(x)}, n, aligned16(dst, x), stream);
   });
 }
 

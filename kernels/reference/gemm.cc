@@ -1,6 +1,6 @@
 #include "kernels/gemm.h"
 
-#include "kernels/activation.h"
+#include "kernels/composed_linear.h"
 #include "kernels/reference/gemm_loops.h"
 
 namespace kintsugi::kernels::reference {
@@ -34,31 +34,21 @@ KernelError backward_bias(float* dbias, const void* dy, int64_t N, int64_t O, bo
                    [&]<class T>(T) { linear_backward_bias(dbias, static_cast<const T*>(dy), N, O, accumulate); });
 }
 
-KernelError gelu_forward(void* y, void* up, const void* x, const void* w, const float* bias, int64_t N, int64_t I,
-                         int64_t O, DType dtype, StreamHandle stream) {
-  const KernelError error = forward(up, x, w, bias, N, I, O, dtype, stream);
-  return error != kKernelOk ? error : activation().gelu_forward(y, up, N, O, dtype, stream);
-}
-
-KernelError gelu_backward_input(void* d_up, const void* dy, const void* w, const void* up, int64_t N, int64_t I,
-                                int64_t O, DType dtype, StreamHandle stream) {
-  const KernelError error = backward_input(d_up, dy, w, N, I, O, false, dtype, stream);
-  return error != kKernelOk ? error : activation().gelu_backward(d_up, d_up, up, N, I, dtype, stream);
-}
-
-KernelError backward_weight_bias(float* dw, float* dbias, const void* dy, const void* x, int64_t N, int64_t I,
-                                 int64_t O, bool accumulate, DType dtype, StreamHandle stream) {
-  const KernelError error = backward_weight(dw, dy, x, N, I, O, accumulate, dtype, stream);
-  return error != kKernelOk ? error : backward_bias(dbias, dy, N, O, accumulate, dtype, stream);
-}
-
 const char* library() { return "reference loops"; }
+
+using Composed = ComposedLinear<gemm, activation>;
 
 }  // namespace
 
 const GemmKernels& gemm() {
-  static constexpr GemmKernels kTable{forward,      backward_input,      backward_weight,      backward_bias,
-                                      gelu_forward, gelu_backward_input, backward_weight_bias, library};
+  static constexpr GemmKernels kTable{forward,
+                                      backward_input,
+                                      backward_weight,
+                                      backward_bias,
+                                      Composed::gelu_forward,
+                                      Composed::gelu_backward_input,
+                                      Composed::backward_weight_bias,
+                                      library};
   return kTable;
 }
 

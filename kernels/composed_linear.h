@@ -1,0 +1,32 @@
+// The calls of GemmKernels that are two calls of their own family in a row: for implementations without a fused form.
+//   GemmKernels{..., Composed::gelu_forward, ...} where Composed = ComposedLinear<gemm, activation>;
+#pragma once
+
+#include "kernels/activation.h"
+#include "kernels/gemm.h"
+
+namespace kintsugi::kernels {
+
+// kGemm and kActivation: the implementation's getters. Contracts as in gemm.h.
+template <const GemmKernels& (*kGemm)(), const ActivationKernels& (*kActivation)()>
+struct ComposedLinear {
+  static KernelError gelu_forward(void* y, void* up, const void* x, const void* w, const float* bias, int64_t N,
+                                  int64_t I, int64_t O, DType dtype, StreamHandle stream) {
+    const KernelError error = kGemm().linear_forward(up, x, w, bias, N, I, O, dtype, stream);
+    return error != kKernelOk ? error : kActivation().gelu_forward(y, up, N, O, dtype, stream);
+  }
+
+  static KernelError gelu_backward_input(void* d_up, const void* dy, const void* w, const void* up, int64_t N,
+                                         int64_t I, int64_t O, DType dtype, StreamHandle stream) {
+    const KernelError error = kGemm().linear_backward_input(d_up, dy, w, N, I, O, false, dtype, stream);
+    return error != kKernelOk ? error : kActivation().gelu_backward(d_up, d_up, up, N, I, dtype, stream);
+  }
+
+  static KernelError backward_weight_bias(float* dw, float* dbias, const void* dy, const void* x, int64_t N, int64_t I,
+                                          int64_t O, bool accumulate, DType dtype, StreamHandle stream) {
+    const KernelError error = kGemm().linear_backward_weight(dw, dy, x, N, I, O, accumulate, dtype, stream);
+    return error != kKernelOk ? error : kGemm().linear_backward_bias(dbias, dy, N, O, accumulate, dtype, stream);
+  }
+};
+
+}  // namespace kintsugi::kernels
