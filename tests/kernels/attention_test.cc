@@ -4,49 +4,14 @@
 
 #include <gtest/gtest.h>
 
-#include "kernel_testing.h"
+#include "tests/kernels/attention_problem.h"
 
 namespace kintsugi::kernels {
 namespace {
 
-struct Sizes {
-  int64_t B, T, H, K, D;
-};
-
-std::string to_string(const Sizes& s) {
-  return "B " + std::to_string(s.B) + " T " + std::to_string(s.T) + " H " + std::to_string(s.H) + " K " +
-         std::to_string(s.K) + " D " + std::to_string(s.D);
-}
-
 constexpr Sizes kSizes[] = {{1, 1, 1, 1, 8},    {2, 2, 2, 1, 16},  {1, 7, 3, 3, 12},  {2, 16, 4, 2, 32},
                             {1, 33, 2, 2, 20},  {2, 64, 2, 1, 64}, {1, 65, 8, 2, 24}, {1, 129, 3, 1, 128},
                             {1, 257, 2, 2, 40}, {1, 300, 4, 2, 32}};
-
-// q, k and v packed in one buffer, as the model has them, and o in a wider one.
-struct Problem {
-  Problem(Sizes sizes, DType dtype, std::mt19937& rng)
-      : s(sizes),
-        qkv_width((s.H + 2 * s.K) * s.D + 3),
-        o_width(s.H * s.D + 5),
-        qkv(Array::normal(dtype, s.B * s.T * qkv_width, rng)),
-        d_o(Array::normal(dtype, s.B * s.T * o_width, rng)),
-        shape{s.B,       s.T,       s.H,       s.K,     s.D,
-              qkv_width, qkv_width, qkv_width, o_width, 1.0f / std::sqrt(static_cast<float>(s.D))} {}
-  const void* q() const { return qkv.at(0); }
-  const void* k() const { return qkv.at(s.H * s.D); }
-  const void* v() const { return qkv.at((s.H + s.K) * s.D); }
-
-  Sizes s;
-  int64_t qkv_width, o_width;
-  Array qkv, d_o;
-  AttentionShape shape;
-};
-
-struct Outputs {
-  explicit Outputs(const Problem& p)
-      : o(p.qkv.dtype(), p.d_o.size()), lse(DType::kF32, p.s.B * p.s.H * p.s.T), d_qkv(p.qkv.dtype(), p.qkv.size()) {}
-  Array o, lse, d_qkv;
-};
 
 void forward(Outputs& out, const AttentionKernels& kernels, const Problem& p) {
   ASSERT_EQ(kernels.forward(out.o.data(), out.lse.f32(), p.q(), p.k(), p.v(), p.shape, p.qkv.dtype(), nullptr),

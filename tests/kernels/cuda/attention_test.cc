@@ -8,19 +8,11 @@
 #include "kernels/cuda/attention_cudnn.h"
 #include "kernels/cuda/attention_plain.h"
 #include "kernels/cuda/libraries.h"
+#include "tests/kernels/attention_problem.h"
 #include "tests/kernels/cuda/rowwise_testing.h"
 
 namespace kintsugi::kernels {
 namespace {
-
-struct Sizes {
-  int64_t B, T, H, K, D;
-};
-
-std::string to_string(const Sizes& s) {
-  return "B " + std::to_string(s.B) + " T " + std::to_string(s.T) + " H " + std::to_string(s.H) + " K " +
-         std::to_string(s.K) + " D " + std::to_string(s.D);
-}
 
 constexpr Sizes kSizes[] = {{1, 1, 1, 1, 64},   {2, 2, 2, 1, 64},    {1, 7, 3, 3, 80},    {2, 64, 4, 2, 64},
                             {1, 65, 8, 2, 96},  {2, 128, 4, 4, 128}, {1, 129, 3, 1, 128}, {1, 257, 2, 2, 80},
@@ -28,28 +20,10 @@ constexpr Sizes kSizes[] = {{1, 1, 1, 1, 64},   {2, 2, 2, 1, 64},    {1, 7, 3, 3
 constexpr Sizes kOddSizes[] = {{1, 1, 1, 1, 8},     {1, 33, 2, 2, 20},  {2, 70, 3, 3, 13},
                                {1, 100, 2, 1, 200}, {1, 67, 1, 1, 256}, {1, 130, 2, 1, 129}};
 
-// q, k and v packed in one buffer, as the model has them, with `gap` elements behind each row; o likewise.
-struct Problem {
-  Problem(Sizes sizes, DType dtype, std::mt19937& rng, int64_t gap = 8)
-      : s(sizes),
-        qkv_width((s.H + 2 * s.K) * s.D + gap),
-        o_width(s.H * s.D + gap),
-        qkv(Array::normal(dtype, s.B * s.T * qkv_width, rng)),
-        d_o(Array::normal(dtype, s.B * s.T * o_width, rng)),
-        shape{s.B,       s.T,       s.H,       s.K,     s.D,
-              qkv_width, qkv_width, qkv_width, o_width, 1.0f / std::sqrt(static_cast<float>(s.D))} {}
-
-  Sizes s;
-  int64_t qkv_width, o_width;
-  Array qkv, d_o;
-  AttentionShape shape;
-};
-
-struct Outputs {
-  explicit Outputs(const Problem& p)
-      : o(p.qkv.dtype(), p.d_o.size()), lse(DType::kF32, p.s.B * p.s.H * p.s.T), d_qkv(p.qkv.dtype(), p.qkv.size()) {}
-  Array o, lse, d_qkv;
-};
+// Gaps behind the rows keep them at multiples of 16 bytes, unless a test wants others.
+Problem make_problem(Sizes sizes, DType dtype, std::mt19937& rng, int64_t gap = 8) {
+  return Problem(sizes, dtype, rng, gap, gap);
+}
 
 // The inputs on the device, and calls of either implementation there.
 struct DeviceProblem {
@@ -180,7 +154,7 @@ class CudaAttentionTest : public CudaRowwiseTest {
 
   // Forward against the reference, then backward from the reference's o and lse.
   void check(const Sizes& sizes, bool plain, bool deterministic, int64_t gap) {
-    Problem p(sizes, dtype(), rng_, gap);
+    Problem p = make_problem(sizes, dtype(), rng_, gap);
     p.shape.deterministic = deterministic;
     const DeviceProblem d(p);
     Outputs expected(p), actual(p);
@@ -227,7 +201,7 @@ TEST_P(CudaAttentionTest, LibraryAndPlainKernelsAgreeAtTrainingSizes) {
   for (const Sizes& sizes : {Sizes{2, 1024, 12, 12, 64}, Sizes{1, 2048, 8, 2, 64}, Sizes{1, 1024, 5, 5, 64},
                              Sizes{1, 2048, 4, 1, 128}, Sizes{2, 515, 6, 2, 80}, Sizes{1, 1023, 4, 4, 96}}) {
     for (const bool deterministic : {true, false}) {
-      Problem p(sizes, dtype(), rng_);
+      Problem p = make_problem(sizes, dtype(), rng_);
       p.shape.deterministic = deterministic;
       const DeviceProblem d(p);
       const std::string what = to_string(sizes) + (deterministic ? " deterministic" : "");
@@ -263,7 +237,7 @@ TEST_P(CudaAttentionTest, LibraryAndPlainKernelsAgreeAtTrainingSizes) {
 }
 
 TEST_P(CudaAttentionTest, LseMayBeNull) {
-  const Problem p({2, 70, 4, 2, 64}, dtype(), rng_);
+  const Problem p = make_problem({2, 70, 4, 2, 64}, dtype(), rng_);
   const DeviceProblem with(p), without(p);
   ASSERT_EQ(with.forward(false), kKernelOk);
   ASSERT_EQ(without.forward(false, nullptr, false), kKernelOk);
@@ -278,7 +252,7 @@ TEST_P(CudaAttentionTest, LseMayBeNull) {
 
 TEST_P(CudaAttentionTest, ARecordedGraphGivesTheSameBits) {
   for (const Sizes& sizes : {Sizes{2, 256, 4, 2, 64}, Sizes{1, 190, 4, 4, 128}}) {
-    const Problem p(sizes, dtype(), rng_);
+    const Problem p = make_problem(sizes, dtype(), rng_);
     const DeviceProblem d(p), recorded(p);
     cudaStream_t stream = nullptr;
     ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
@@ -307,7 +281,7 @@ TEST_P(CudaAttentionTest, ARecordedGraphGivesTheSameBits) {
 }
 
 TEST_P(CudaAttentionTest, PlainRowsDoNotDependOnLengthOrBatch) {
-  const Problem p({2, 300, 4, 2, 32}, dtype(), rng_);
+  const Problem p = make_problem({2, 300, 4, 2, 32}, dtype(), rng_);
   const DeviceProblem d(p);
   ASSERT_EQ(d.forward(true), kKernelOk);
   Outputs all(p);
@@ -348,7 +322,7 @@ std::vector<int32_t> random_document_starts(int64_t B, int64_t T, std::mt19937& 
 TEST_P(CudaAttentionTest, DocumentsPackedInASequenceMatchTheReference) {
   for (const Sizes& sizes : {Sizes{2, 300, 4, 2, 64}, Sizes{1, 129, 3, 1, 128}, Sizes{1, 200, 2, 2, 80},
                              Sizes{2, 97, 2, 1, 200}, Sizes{1, 1, 1, 1, 64}}) {
-    Problem p(sizes, dtype(), rng_);
+    Problem p = make_problem(sizes, dtype(), rng_);
     const std::vector<int32_t> starts = random_document_starts(sizes.B, sizes.T, rng_);
     const DeviceMemory device_starts(starts);
     p.shape.document_starts = starts.data();
@@ -372,7 +346,7 @@ TEST_P(CudaAttentionTest, DocumentsPackedInASequenceMatchTheReference) {
 }
 
 TEST_P(CudaAttentionTest, ShapesOutOfRangeAreRefused) {
-  Problem p({1, 4, 3, 1, 8}, dtype(), rng_);
+  Problem p = make_problem({1, 4, 3, 1, 8}, dtype(), rng_);
   const DeviceProblem d(p);
   for (const auto& [H, K, D] : {std::tuple{3, 2, 8}, {3, 1, 0}, {3, 1, 257}, {0, 1, 8}}) {
     p.shape.H = H, p.shape.K = K, p.shape.D = D;

@@ -1,4 +1,5 @@
 // The device's activations, rotary embedding and AdamW against the reference loops.
+#include "tests/kernels/adamw_scalars.h"
 #include "tests/kernels/cuda/rowwise_testing.h"
 
 namespace kintsugi::kernels {
@@ -110,18 +111,6 @@ TEST_P(CudaElementwiseTest, RotationMatchesTheReferenceAndItsInverseRestores) {
       }
     }
   }
-}
-
-AdamWScalars scalars_of_step(int step) {
-  return {.lr = 3e-3f,
-          .beta1 = 0.9f,
-          .beta2 = 0.95f,
-          .eps = 1e-8f,
-          .weight_decay = 0.1f,
-          .bias_correction1 = static_cast<float>(1 - std::pow(0.9, step)),
-          .bias_correction2 = static_cast<float>(1 - std::pow(0.95, step)),
-          .gradient_scale = 0.037f,
-          .skip = 0};
 }
 
 // The buffers of one optimizer call, on the device.

@@ -1,0 +1,49 @@
+// An attention problem of random inputs, for the tests of the CPU's and the device's attention.
+//   B batch   T tokens   H query heads   K key/value heads   D head size
+#pragma once
+
+#include <cmath>
+#include <random>
+#include <string>
+
+#include "kernels/attention.h"
+#include "tests/kernels/kernel_testing.h"
+
+namespace kintsugi::kernels {
+
+struct Sizes {
+  int64_t B, T, H, K, D;
+};
+
+inline std::string to_string(const Sizes& s) {
+  return "B " + std::to_string(s.B) + " T " + std::to_string(s.T) + " H " + std::to_string(s.H) + " K " +
+         std::to_string(s.K) + " D " + std::to_string(s.D);
+}
+
+// q, k and v packed in one buffer, as the model has them, with `qkv_gap` elements behind each row; o with `o_gap`.
+struct Problem {
+  Problem(Sizes sizes, DType dtype, std::mt19937& rng, int64_t qkv_gap = 3, int64_t o_gap = 5)
+      : s(sizes),
+        qkv_width((s.H + 2 * s.K) * s.D + qkv_gap),
+        o_width(s.H * s.D + o_gap),
+        qkv(Array::normal(dtype, s.B * s.T * qkv_width, rng)),
+        d_o(Array::normal(dtype, s.B * s.T * o_width, rng)),
+        shape{s.B,       s.T,       s.H,       s.K,     s.D,
+              qkv_width, qkv_width, qkv_width, o_width, 1.0f / std::sqrt(static_cast<float>(s.D))} {}
+  const void* q() const { return qkv.at(0); }
+  const void* k() const { return qkv.at(s.H * s.D); }
+  const void* v() const { return qkv.at((s.H + s.K) * s.D); }
+
+  Sizes s;
+  int64_t qkv_width, o_width;
+  Array qkv, d_o;
+  AttentionShape shape;
+};
+
+struct Outputs {
+  explicit Outputs(const Problem& p)
+      : o(p.qkv.dtype(), p.d_o.size()), lse(DType::kF32, p.s.B * p.s.H * p.s.T), d_qkv(p.qkv.dtype(), p.qkv.size()) {}
+  Array o, lse, d_qkv;
+};
+
+}  // namespace kintsugi::kernels
