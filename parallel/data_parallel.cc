@@ -98,6 +98,7 @@ Status DataParallel::allocate(comm::SymmetricHeap& heap) {
   state_.m = static_cast<float*>(moments);
   state_.v = state_.m + length;
   state_.length = length;
+  state_.ranges = {{.begin = 0, .count = length, .local_begin = 0}};
   for (int64_t offset = 0; offset < plan.gradients_bytes / static_cast<int64_t>(sizeof(float)); offset += length) {
     buffers_.push_back(static_cast<float*>(gradients) + offset);
   }

@@ -14,6 +14,12 @@ struct ParallelConfig {
   std::string reduce_order =
       "fast";                  // "fast": repeatable at one world size. "fixed": the same bits at every world size
   int64_t virtual_shards = 8;  // fixed order: parts that the global batch is cut into and summed by one tree
+  int64_t shard =
+      0;  // zero1 to zero3: ranks that hold the state together; 0: all, or what parallelism.replicate leaves
+  int64_t replicate = 0;  // groups of such ranks, each with the whole state (hybrid sharding); 0: what shard leaves
+  bool reshard_after_forward = true;  // zero3: give a block's gathered weights up until backward needs them again
+  std::string gradient_dtype =
+      "fp32";  // zero1 to zero3, fast order: of gradients on the wire, "fp32" or "bf16"; sums are fp32
 
   bool fixed_order() const { return reduce_order == "fixed"; }
   Status validate() const;
