@@ -1,5 +1,7 @@
 #include "comm/communicator.h"
 
+#include <algorithm>
+
 #include "comm/tuning.h"
 
 namespace kintsugi::comm {
@@ -26,6 +28,15 @@ std::string_view name_of(Algorithm a) {
   return "unknown";
 }
 
+CommConfig CommConfig::with_buckets(bool ranks_share_gpu) const {
+  CommConfig c = *this;
+  if (c.bucket_bytes == 0) c.bucket_bytes = ranks_share_gpu ? int64_t{1} << 30 : 4 << 20;
+  if (c.first_bucket_bytes == 0) {
+    c.first_bucket_bytes = ranks_share_gpu ? c.bucket_bytes : std::min<int64_t>(1 << 20, c.bucket_bytes);
+  }
+  return c;
+}
+
 Status CommConfig::validate() const {
   const auto parsed = parse_algorithm(algorithm);
   if (!parsed.ok()) return parsed.status();
@@ -33,11 +44,11 @@ Status CommConfig::validate() const {
   auto value_error = [](const char* key, int64_t value, const char* allowed) {
     return invalid_argument(std::string(key) + " = " + std::to_string(value) + ": must be " + allowed);
   };
-  if (bucket_bytes < 4 || bucket_bytes % 4 != 0) {
-    return value_error("comm.bucket_bytes", bucket_bytes, "a positive multiple of 4");
+  if (bucket_bytes < 0 || bucket_bytes % 4 != 0) {
+    return value_error("comm.bucket_bytes", bucket_bytes, "0 or a positive multiple of 4");
   }
-  if (first_bucket_bytes < 4 || first_bucket_bytes % 4 != 0) {
-    return value_error("comm.first_bucket_bytes", first_bucket_bytes, "a positive multiple of 4");
+  if (first_bucket_bytes < 0 || first_bucket_bytes % 4 != 0) {
+    return value_error("comm.first_bucket_bytes", first_bucket_bytes, "0 or a positive multiple of 4");
   }
   if (protocol != "auto" && protocol != "simple" && protocol != "ll" && protocol != "ll128") {
     return invalid_argument("comm.protocol = \"" + protocol +
@@ -57,13 +68,14 @@ void describe(ConfigTable& table, CommConfig& c) {
   table.add("comm.chunk_bytes", &c.chunk_bytes, "piece that the algorithm works in; 0: chosen by size");
   table.add("comm.tuning_file", &c.tuning_file, "table (size -> algorithm, chunk) that `comm_bench --tune` wrote");
   table.add("comm.overlap", &c.overlap, "reduce gradient buckets while the backward pass runs");
-  table.add("comm.bucket_bytes", &c.bucket_bytes, "upper size of a gradient bucket");
-  table.add("comm.first_bucket_bytes", &c.first_bucket_bytes, "size of the bucket that is ready first");
+  table.add("comm.bucket_bytes", &c.bucket_bytes,
+            "upper size of a gradient bucket; 0: 4 MiB, or 1 GiB where ranks share a GPU");
+  table.add("comm.first_bucket_bytes", &c.first_bucket_bytes,
+            "size of the bucket that is ready first; 0: 1 MiB, or as the others where ranks share a GPU");
   table.add("comm.protocol", &c.protocol, "NCCL's protocol; auto: as it chooses", {"auto", "simple", "ll", "ll128"});
   table.add("comm.nccl_buffsize", &c.nccl_buffsize,
             "bytes of an NCCL channel's buffer; pieces on the wire are a quarter of it; 0: NCCL's own (4 MiB)");
-  table.add("comm.max_ctas", &c.max_ctas,
-            "multiprocessors that NCCL may take from the computation; 0: as it chooses");
+  table.add("comm.max_ctas", &c.max_ctas, "multiprocessors that NCCL may take from the computation; 0: as it chooses");
   table.add("comm.check_calls", &c.check_calls, "compare every GPU collective with the peers' before it starts: slow");
   table.add("comm.timeout_ms", &c.timeout_ms, "a collective that takes longer counts as hung");
 }

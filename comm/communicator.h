@@ -46,8 +46,8 @@ struct CommConfig {
   int64_t chunk_bytes = 0;         // 0: the table's or the algorithm's own
   std::string tuning_file;         // what `comm_bench --tune` wrote
   bool overlap = true;             // reduce buckets while backward runs
-  int64_t bucket_bytes = 4 << 20;  // upper size of a gradient bucket
-  int64_t first_bucket_bytes = 1 << 20;
+  // Upper size of a gradient bucket, and of the one that is ready first; 0: as with_buckets() says.
+  int64_t bucket_bytes = 0, first_bucket_bytes = 0;
   int64_t timeout_ms = 60'000;  // a collective that takes longer is a hang
   // NCCL's alone.
   std::string protocol = "auto";  // "auto", "simple", "ll", "ll128"
@@ -55,6 +55,10 @@ struct CommConfig {
   int64_t max_ctas = 0;           // multiprocessors that a collective may take from the computation; 0: NCCL's own
   bool check_calls = false;       // compare every call with the peers' before it starts (debugging: slow)
   Status validate() const;
+  // Sizes of buckets that are 0 replaced: 4 MiB, the first 1 MiB, so that sums start early. Ranks that share a GPU get
+  // all in one, up to 1 GiB: a sum waits for several turns of every rank whatever its size (28 ms at 4 ranks for 64
+  // KiB or 1 MiB), and so does each queued one that an abort must end.
+  CommConfig with_buckets(bool ranks_share_gpu) const;
 };
 void describe(ConfigTable& table, CommConfig& config);
 
@@ -116,6 +120,9 @@ class Communicator {
 
   // From any thread, any number of times.
   virtual void abort(Status why) = 0;
+  // Until nothing that was started here reads or writes memory any more: after abort(), before that memory serves
+  // anything else. The host's backends work inside calls alone, so there is nothing to wait for.
+  virtual Status drain(Deadline) { return ok_status(); }
   // The first error, or ok; never clears.
   virtual Status status() const = 0;
 };

@@ -22,11 +22,15 @@ inline constexpr int kMaxIncarnations = 8;  // of one rank at a time: worker, sp
 inline constexpr int kMaxSnapshotSlots = 4;
 inline constexpr int kMaxFaultEntries = 512;  // of fault.kill
 
-// When an incarnation passed the milestones of entering its newest generation (CLOCK_MONOTONIC ns; 0: not yet).
+// When an incarnation passed the milestones between two generations (CLOCK_MONOTONIC ns; 0: not yet, or not its own).
 struct EntryTimes {
-  int64_t entered_ns = 0;       // it read the verdict
+  int64_t stopped_ns = 0;       // a survivor saw that the generation is over
+  int64_t drained_ns = 0;       // nothing of it ran any more
+  int64_t entered_ns = 0;       // it read the verdict on the next
   int64_t communicator_ns = 0;  // the new communicator stands
-  int64_t state_ns = 0;         // its state is in place, and equal to its peers'
+  int64_t fetched_ns = 0;       // its state is in place
+  int64_t compared_ns = 0;      // and equal to its peers'
+  int64_t state_ns = 0;         // the device's communicator is connected, too
   int64_t begun_ns = 0;         // it began the first step
   int64_t committed_ns = 0;     // it made that step's update
 };

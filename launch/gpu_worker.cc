@@ -13,10 +13,18 @@
 namespace kintsugi::launch {
 namespace {
 
+constexpr auto kAbortPatience = std::chrono::seconds(5);
+
 struct GpuParts {
   std::shared_ptr<runtime::Backend> backend;
   std::unique_ptr<comm::DeviceHeap> heap;
   std::unique_ptr<StopWatch> watch;
+
+  // The process may end next, and NCCL's threads must not find it half taken down.
+  ~GpuParts() {
+    watch.reset();
+    (void)comm::NcclRegistry::process().wait_for_aborts(Deadline::after(kAbortPatience)).ok();
+  }
 };
 
 StopWatch::Actions end_collectives() {
@@ -30,9 +38,10 @@ StopWatch::Actions end_collectives() {
 }
 
 // Every rank of the job is on this host.
-Status prepare_nccl(const WorkerEnvironment& env, const RunConfig& config, int num_gpus) {
+Status prepare_nccl(WorkerEnvironment& env, const RunConfig& config, int num_gpus) {
   const comm::NcclPlace place{.rank = env.rank, .ranks_on_host = env.world_size, .gpus_on_host = num_gpus};
   set_nccl_environment(config.comm, place);
+  env.ranks_share_gpu = place.shares_gpu();
   if (place.shares_gpu() && env.rank == 0 && !env.warm_up) {
     const std::string warning = comm::warning_of(place);
     log().warn("{}", warning);

@@ -66,7 +66,24 @@ void ProcessWorkerLink::updated(int64_t step) {
 void ProcessWorkerLink::alive() { slot_.heartbeat.fetch_add(1, std::memory_order_relaxed); }
 
 void ProcessWorkerLink::entered(EntryMilestone milestone) {
-  (milestone == EntryMilestone::kCommunicator ? times_.communicator_ns : times_.state_ns) = monotonic_ns();
+  const auto moment = [&]() -> int64_t& {
+    switch (milestone) {
+      case EntryMilestone::kStopped:
+        return times_.stopped_ns;
+      case EntryMilestone::kDrained:
+        return times_.drained_ns;
+      case EntryMilestone::kCommunicator:
+        return times_.communicator_ns;
+      case EntryMilestone::kFetched:
+        return times_.fetched_ns;
+      case EntryMilestone::kCompared:
+        return times_.compared_ns;
+      case EntryMilestone::kState:
+        break;
+    }
+    return times_.state_ns;
+  };
+  moment() = monotonic_ns();
   alive();
 }
 
@@ -89,7 +106,7 @@ Result<Verdict> ProcessWorkerLink::await_verdict(int64_t generation, Deadline de
   }
   verdict_ = slot_.verdict;
   generation_ = verdict_.generation;
-  times_ = {.entered_ns = monotonic_ns()};
+  times_ = {.stopped_ns = times_.stopped_ns, .drained_ns = times_.drained_ns, .entered_ns = monotonic_ns()};
   resumed_reported_ = false;
   alive();
   // State that is about to be overwritten counts no longer, even if this generation, too, ends before it was touched:

@@ -41,6 +41,9 @@ const char* name_of(StateSource source) {
 
 int64_t first_known_kill(const Recovery& r) { return r.deaths.empty() ? 0 : r.deaths.front().fault_ns; }
 
+// When the recovery began: with the kill, where that is known, else with its detection.
+int64_t zero_of(const Recovery& r) { return first_known_kill(r) != 0 ? first_known_kill(r) : r.began_ns; }
+
 Json to_json(const RecoveryPhases& p) {
   Json out;
   out["detect_ms"] = number_or_null(p.detect_ms);
@@ -66,13 +69,29 @@ Json to_json(const Death& d, int64_t origin_ns) {
   return out;
 }
 
+// One rank's way from generation to generation, in milliseconds from the beginning of the recovery; what it did not
+// pass is null (a replacement has no generation to stop).
+Json to_json(const EntryTimes& t, int64_t zero_ns) {
+  Json out;
+  out["stopped_ms"] = number_or_null(ms_between(zero_ns, t.stopped_ns));
+  out["drained_ms"] = number_or_null(ms_between(zero_ns, t.drained_ns));
+  out["verdict_ms"] = number_or_null(ms_between(zero_ns, t.entered_ns));
+  out["communicator_ms"] = number_or_null(ms_between(zero_ns, t.communicator_ns));
+  out["fetched_ms"] = number_or_null(ms_between(zero_ns, t.fetched_ns));
+  out["compared_ms"] = number_or_null(ms_between(zero_ns, t.compared_ns));
+  out["connected_ms"] = number_or_null(ms_between(zero_ns, t.state_ns));
+  out["begun_ms"] = number_or_null(ms_between(zero_ns, t.begun_ns));
+  out["committed_ms"] = number_or_null(ms_between(zero_ns, t.committed_ns));
+  return out;
+}
+
 std::string ms_text(double ms) { return ms < 0 ? "-" : fmt::format("{:.1f}", ms); }
 
 }  // namespace
 
 RecoveryPhases phases_of(const Recovery& r) {
   const int64_t kill_ns = first_known_kill(r);
-  const int64_t zero_ns = kill_ns != 0 ? kill_ns : r.began_ns;
+  const int64_t zero_ns = zero_of(r);
   // A phase without an end of its own (no survivor had to stop, no milestone was passed) took no time.
   const int64_t stopped_ns = r.stopped_ns != 0 ? std::max(r.stopped_ns, r.announced_ns) : r.announced_ns;
   const int64_t communicator_ns = r.entry.communicator_ns;
@@ -191,6 +210,8 @@ void RecoveryLog::recovered(const Recovery& r) {
   j["committed_step"] = r.committed_step;
   j["steps_lost"] = r.steps_lost;
   j["phases"] = to_json(p);
+  j["ranks"] = Json::array();
+  for (const EntryTimes& t : r.ranks) j["ranks"].push_back(to_json(t, zero_of(r)));
   j["first_step_begun_t_ns"] = r.entry.begun_ns != 0 ? Json(r.entry.begun_ns - origin_ns_) : Json();
   j["first_step_committed_t_ns"] = r.entry.committed_ns != 0 ? Json(r.entry.committed_ns - origin_ns_) : Json();
   failures_.push_back(j.dump());

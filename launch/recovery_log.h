@@ -1,6 +1,9 @@
 // What people and programs are told of a job's life: recovery.jsonl (one object an event), the table of processes, the
 // report of each recovery, and summary.json. Agent 0 only, on its main thread.
 //
+// A "recovered" object has the phases of the whole job, each from the end of the one before, and under "ranks" when
+// each rank passed its milestones, all from the kill (where its time is known) or from its detection.
+//
 // Times in recovery.jsonl: t_ns counts CLOCK_MONOTONIC nanoseconds from the origin that the job's first object
 // ("start") states; "wall" is the same moment in UTC. Every process of the host shares that clock.
 #pragma once

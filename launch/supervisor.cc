@@ -94,12 +94,14 @@ void Supervisor::resumed(int rank, int64_t generation, const EntryTimes& times) 
   r.resumed = true;
   if (times.committed_ns != 0) idle_generations_ = 0;
   if (!recovery_) return;
+  recovery_->ranks[static_cast<size_t>(rank)] = times;
   EntryTimes& latest = recovery_->entry;
-  latest.entered_ns = std::max(latest.entered_ns, times.entered_ns);
-  latest.communicator_ns = std::max(latest.communicator_ns, times.communicator_ns);
-  latest.state_ns = std::max(latest.state_ns, times.state_ns);
-  latest.begun_ns = std::max(latest.begun_ns, times.begun_ns);
-  latest.committed_ns = std::max(latest.committed_ns, times.committed_ns);
+  for (int64_t EntryTimes::*const moment :
+       {&EntryTimes::stopped_ns, &EntryTimes::drained_ns, &EntryTimes::entered_ns, &EntryTimes::communicator_ns,
+        &EntryTimes::fetched_ns, &EntryTimes::compared_ns, &EntryTimes::state_ns, &EntryTimes::begun_ns,
+        &EntryTimes::committed_ns}) {
+    latest.*moment = std::max(latest.*moment, times.*moment);
+  }
   if (std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& x) { return x.resumed; })) complete_recovery();
 }
 
@@ -156,6 +158,7 @@ void Supervisor::begin_generation(const std::string& cause, int64_t now_ns) {
   recovery_->announced_ns = now_ns;
   recovery_->stopped_ns = recovery_->ready_ns = 0;
   recovery_->entry = {};
+  recovery_->ranks.assign(ranks_.size(), {});
   actions_.push_back({.kind = Action::Kind::kAnnounce, .generation = generation_, .text = cause});
   if (++idle_generations_ > policy_.max_restarts) {
     end(1, fmt::format("{} generations in a row ended without a step (last: {}): giving up", idle_generations_, cause));

@@ -50,6 +50,7 @@ struct Recovery {
   int64_t ready_ns = 0;    // the last replacement reported
   int64_t verdict_ns = 0;
   EntryTimes entry{};  // the latest rank's
+  std::vector<EntryTimes> ranks{};
   int64_t committed_step = 0;
   int64_t steps_lost = 0;
   StateSource source = StateSource::kFresh;

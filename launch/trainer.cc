@@ -44,7 +44,9 @@ Result<std::unique_ptr<Trainer>> Trainer::create(const RunConfig& config, const 
   KTG_RETURN_IF_ERROR(config.validate(environment.world_size));
   KTG_ASSIGN_OR_RETURN(const parallel::BatchLayout layout,
                        config.batch_layout(environment.rank, environment.world_size));
-  auto trainer = std::make_unique<TrainerImpl>(config, environment, layout);
+  RunConfig resolved = config;
+  resolved.comm = config.comm.with_buckets(environment.ranks_share_gpu);
+  auto trainer = std::make_unique<TrainerImpl>(resolved, environment, layout);
   KTG_RETURN_IF_ERROR(trainer->build());
   return std::unique_ptr<Trainer>(std::move(trainer));
 }
@@ -59,6 +61,7 @@ TrainerImpl::TrainerImpl(const RunConfig& config, const WorkerEnvironment& envir
           [link = environment.link](int64_t index) { return link->claim_fault(index); }, environment.die) {}
 
 TrainerImpl::~TrainerImpl() {
+  if (device_ && device_->pinning.valid()) device_->pinning.wait();  // it refers to the members below
   // Work in flight refers to the communicator.
   if (parallel_) parallel_->set_communicator(nullptr);
 }
@@ -164,6 +167,14 @@ Status TrainerImpl::build() {
     losses_.assign(layout_.num_micro_steps, {});
   } else {
     KTG_RETURN_IF_ERROR(build_device());
+    // Runs that save nothing before their end pin at their end, and start sooner.
+    if (config_.checkpoint.every > 0) {
+      device_->pinning = std::async(std::launch::async, [this]() -> Result<runtime::Buffer> {
+        const int64_t bytes = static_cast<int64_t>(snapshot_slots_.size()) * plan_.snapshot_slot_bytes;
+        touch_pages(snapshot_slots_.front(), bytes);  // outside the driver, where nobody waits for it
+        return pin_slots();
+      });
+    }
   }
   if (environment_.warm_up) {
     KTG_RETURN_IF_ERROR(warm_up(*model_, *backend_, layout_.micro_batch, training.seq_len, *stream_));

@@ -242,6 +242,13 @@ Status TrainerImpl::drain(runtime::Stream& stream) {
 }
 
 Status TrainerImpl::leave_generation() {
+  environment_.link->entered(EntryMilestone::kStopped);
+  KTG_RETURN_IF_ERROR(stop_device());
+  environment_.link->entered(EntryMilestone::kDrained);
+  return ok_status();
+}
+
+Status TrainerImpl::stop_device() {
   if (!device_) return ok_status();
   parallel::DeviceVote& vote = parallel_->device_vote();
   vote.close();
@@ -249,6 +256,12 @@ Status TrainerImpl::leave_generation() {
   KTG_RETURN_IF_ERROR(drain(*stream_));
   KTG_RETURN_IF_ERROR(drain(*update_stream_));
   KTG_RETURN_IF_ERROR(drain(*device_->copy_stream));
+  // An aborted sum writes into the gradient until its kernel has ended.
+  if (device_communicator_) {
+    const Status drained =
+        device_communicator_->drain(Deadline::after(std::chrono::milliseconds(config_.recovery.ack_timeout_ms)));
+    if (!drained.ok()) return device_lost(drained.message());
+  }
   const int64_t next = state().step + 1;
   if (const std::optional<parallel::VoteResult> result = vote.published(next)) {
     const VoteOutcome outcome{.step = next,

@@ -180,13 +180,17 @@ Result<runtime::LossSums> TrainerImpl::batch_loss(runtime::UnitAccess& weights, 
   return *sums;
 }
 
+// From any thread.
+Result<runtime::Buffer> TrainerImpl::pin_slots() const {
+  const int64_t bytes = static_cast<int64_t>(snapshot_slots_.size()) * plan_.snapshot_slot_bytes;
+  return backend_->register_host(snapshot_slots_.front(), bytes);
+}
+
 // The copies start once the update has been made, beside the next step's forward and backward.
 Status TrainerImpl::begin_device_snapshot() {
   DeviceStep& d = *device_;
   if (d.pinned_slots.data() == nullptr) {
-    // Pinned at first use: runs that save nothing before their end start sooner.
-    const int64_t bytes = static_cast<int64_t>(snapshot_slots_.size()) * plan_.snapshot_slot_bytes;
-    KTG_ASSIGN_OR_RETURN(d.pinned_slots, backend_->register_host(snapshot_slots_.front(), bytes));
+    KTG_ASSIGN_OR_RETURN(d.pinned_slots, d.pinning.valid() ? d.pinning.get() : pin_slots());
   }
   KTG_RETURN_IF_ERROR(d.updated->record(*stream_));
   return d.updated->wait_on(*d.copy_stream);

@@ -69,6 +69,7 @@ Status TrainerImpl::enter(const Verdict& verdict) {
     KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kStartUp, verdict.committed_step + 1));
   }
   KTG_RETURN_IF_ERROR(take_state(verdict));
+  environment_.link->entered(EntryMilestone::kCompared);
   // NCCL has been connecting meanwhile.
   if (device_communicator_) KTG_RETURN_IF_ERROR(device_communicator_->barrier(collective_deadline()));
   environment_.link->entered(EntryMilestone::kState);
@@ -91,7 +92,12 @@ Status TrainerImpl::join_devices() {
   }
   parallel_->set_communicator(device_communicator_.get());
   if (environment_.rank != 0 || std::exchange(plan_printed_, true)) return ok_status();
-  return environment_.link->publish("log", fmt::format("{}\n{}", backend_->description(), plan_.to_string()));
+  std::string message = fmt::format("{}\n{}", backend_->description(), plan_.to_string());
+  if (device_communicator_) {
+    message += fmt::format("gradients are summed in {} buckets of at most {} bytes, the first of at most {}\n",
+                           parallel_->buckets().size(), config_.comm.bucket_bytes, config_.comm.first_bucket_bytes);
+  }
+  return environment_.link->publish("log", message);
 }
 
 Status TrainerImpl::take_state(const Verdict& verdict) {
@@ -207,6 +213,7 @@ Status TrainerImpl::share_state(int source_rank, bool joins) {
     KTG_ASSIGN_OR_RETURN(mine, state_digest());
   }
   KTG_RETURN_IF_ERROR(parallel_->finish_fetch(*stream_, collective_deadline()));
+  environment_.link->entered(EntryMilestone::kFetched);
   if (joins) {
     KTG_ASSIGN_OR_RETURN(mine, state_digest());
   }

@@ -2,6 +2,7 @@
 // trainer_finish.cc: what follows an update (snapshot, validation, report) and the end of a run.
 #pragma once
 
+#include <future>
 #include <memory>
 #include <optional>
 #include <string>
@@ -47,6 +48,8 @@ struct DeviceStep {
   std::unique_ptr<runtime::Stream> copy_stream;
   std::unique_ptr<runtime::Event> updated, copied;
   std::optional<Snapshot> snapshot;  // on its way
+  // Pinning takes a large part of a second: a thread of its own does it while the first steps run.
+  std::future<Result<runtime::Buffer>> pinning;
   runtime::Buffer pinned_slots;
 
   runtime::Buffer sums;           // host memory that kernels write: one LossSums, three digests
@@ -94,6 +97,7 @@ class TrainerImpl final : public Trainer {
   Result<VoteOutcome> await_vote(int64_t step);
   // The generation is over: shuts the gate, ends what is in flight, and takes note of what passed the gate before.
   Status leave_generation();
+  Status stop_device();
   Status drain(runtime::Stream& stream);
   // Snapshots that are on their way from the device; `wait` until they have arrived.
   Status settle_snapshot(bool wait);
@@ -120,6 +124,7 @@ class TrainerImpl final : public Trainer {
 
   Status take_snapshot();
   Status begin_device_snapshot();
+  Result<runtime::Buffer> pin_slots() const;
   Result<runtime::LossSums> batch_loss(runtime::UnitAccess& weights, int64_t first, int64_t count);
   Result<double> validation_loss();
   Result<RunOutcome> save_and_leave();

@@ -14,10 +14,14 @@
 
 namespace kintsugi::launch {
 
-// What a rank passes on the way into a generation; the recovery report is made of these times.
+// What a rank passes on the way from one generation into the next; the recovery report is made of these times.
 enum class EntryMilestone {
+  kStopped,       // this rank has seen that its generation is over
+  kDrained,       // nothing of it runs any more: the rank is about to report
   kCommunicator,  // the new communicator stands
-  kState,         // this rank's state is in place, and known to equal its peers'
+  kFetched,       // this rank's state is in place
+  kCompared,      // and known to equal its peers'
+  kState,         // the device's communicator is connected: steps may begin
 };
 
 class WorkerLink {
@@ -57,8 +61,8 @@ class WorkerLink {
 
   // One line of text or JSON for the agent to relay: progress, metrics. `topic`: "metrics", "log", "summary".
   virtual Status publish(std::string_view topic, std::string_view payload) = 0;
-  // The run is complete here. Waits until it is complete on every rank: then ok, and the process ends. kAborted when a peer died
-  // before that: this rank is still needed; await the next verdict.
+  // The run is complete here. Waits until it is complete on every rank: then ok, and the process ends. kAborted when a
+  // peer died before that: this rank is still needed; await the next verdict.
   virtual Status finished(std::string_view summary_json) = 0;
 };
 

@@ -81,6 +81,8 @@ class NcclCommunicator final : public Communicator {
   ~NcclCommunicator() override {
     core_->ended = true;
     core_->handle->finish(Deadline::after(kFinishPatience));
+    // NCCL may still be launching on the stream that goes with this.
+    (void)drain(Deadline::after(kFinishPatience)).ok();
     core_->handle->drop_before_abort();
   }
 
@@ -94,6 +96,7 @@ class NcclCommunicator final : public Communicator {
   Result<WorkPtr> fetch(void* x, int64_t size_bytes, int source, bool receive, Stream& stream) override;
   Status barrier(Deadline deadline) override;
   void abort(Status why) override;
+  Status drain(Deadline deadline) override;
   Status status() const override { return core_->handle->status(); }
 
  private:
@@ -317,6 +320,11 @@ void NcclCommunicator::abort(Status why) {
   if (why.code() != StatusCode::kAborted) why = aborted(why.to_string());
   (void)core_->handle->fail(why).ok();
   core_->setup.control->abort(std::move(why));
+}
+
+Status NcclCommunicator::drain(Deadline deadline) {
+  if (core_->handle->failed()) KTG_RETURN_IF_ERROR(core_->handle->wait_halted(deadline));
+  return core_->stream->synchronize(deadline);
 }
 
 }  // namespace

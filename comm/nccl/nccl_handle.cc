@@ -21,7 +21,6 @@ constexpr auto kPatientPoll = std::chrono::microseconds(100);
 
 Result<ncclUniqueId> NcclHandle::create_id() {
   ncclUniqueId id;
-  const std::lock_guard lock(NcclRegistry::process().nccl_mutex_);
   const ncclResult_t result = ncclGetUniqueId(&id);
   if (result != ncclSuccess) return unavailable(std::string("ncclGetUniqueId: ") + ncclGetErrorString(result));
   return id;
@@ -39,13 +38,9 @@ Result<std::shared_ptr<NcclHandle>> NcclHandle::begin(const ncclUniqueId& id, co
     config.minCTAs = 1;
     config.maxCTAs = static_cast<int>(max_ctas);
   }
-  NcclRegistry& registry = NcclRegistry::process();
-  ncclResult_t result;
-  {
-    const std::lock_guard lock(registry.nccl_mutex_);
-    result = ncclCommInitRankConfig(&handle->comm_, membership.world_size, id, membership.rank, &config);
-  }
-  registry.add(handle);
+  const ncclResult_t result =
+      ncclCommInitRankConfig(&handle->comm_, membership.world_size, id, membership.rank, &config);
+  NcclRegistry::process().add(handle);
   if (result != ncclSuccess && result != ncclInProgress) {
     return handle->fail(handle->error_of(result, "ncclCommInitRankConfig"));
   }
@@ -53,13 +48,10 @@ Result<std::shared_ptr<NcclHandle>> NcclHandle::begin(const ncclUniqueId& id, co
 }
 
 NcclHandle::~NcclHandle() {
-  NcclRegistry& registry = NcclRegistry::process();
-  registry.forget_expired();
-  const std::lock_guard lock(registry.nccl_mutex_);
-  if (comm_ == nullptr) return;
-  (void)ncclGroupStart();
-  abort_now();
-  (void)ncclGroupEnd();
+  NcclRegistry::process().forget_expired();
+  if (const ncclComm_t comm = take(); comm != nullptr) {
+    (void)NcclAbort::begin({{comm, device_}}, "its owner is gone");
+  }
 }
 
 std::string NcclHandle::describe(const char* what) const {
@@ -84,7 +76,6 @@ Status NcclHandle::error_of(ncclResult_t result, const char* what) {
 }
 
 Status NcclHandle::settle(ncclResult_t result, const char* what, Deadline deadline) {
-  std::mutex& nccl_mutex = NcclRegistry::process().nccl_mutex_;
   for (int polls = 0; result == ncclInProgress; ++polls) {
     if (failed()) return status();
     if (stop_.requested()) {
@@ -96,7 +87,7 @@ Status NcclHandle::settle(ncclResult_t result, const char* what, Deadline deadli
     } else {
       ::sched_yield();
     }
-    const std::lock_guard lock(nccl_mutex);
+    const std::lock_guard lock(call_mutex_);
     if (comm_ == nullptr) break;
     const ncclResult_t asked = ncclCommGetAsyncError(comm_, &result);
     if (asked != ncclSuccess) result = asked;
@@ -118,7 +109,7 @@ Status NcclHandle::call(const char* what, const std::function<ncclResult_t(ncclC
   KTG_RETURN_IF_ERROR(wait_ready(deadline));
   ncclResult_t result;
   {
-    const std::lock_guard lock(NcclRegistry::process().nccl_mutex_);
+    const std::lock_guard lock(call_mutex_);
     if (comm_ == nullptr) return status();
     result = calls(comm_);
   }
@@ -142,7 +133,7 @@ Status NcclHandle::check() {
   if (failed()) return status();
   ncclResult_t result = ncclSuccess;
   {
-    const std::lock_guard lock(NcclRegistry::process().nccl_mutex_);
+    const std::lock_guard lock(call_mutex_);
     if (comm_ == nullptr) return status();
     const ncclResult_t asked = ncclCommGetAsyncError(comm_, &result);
     if (asked != ncclSuccess) result = asked;
@@ -160,9 +151,27 @@ void NcclHandle::finish(Deadline deadline) {
   const Status flushed = call(
       "finalize", [](ncclComm_t comm) { return ncclCommFinalize(comm); }, deadline);
   if (!flushed.ok()) return;  // aborted by then
-  const std::lock_guard lock(NcclRegistry::process().nccl_mutex_);
-  if (comm_ == nullptr) return;
-  (void)ncclCommDestroy(std::exchange(comm_, nullptr));
+  ncclComm_t comm;
+  {
+    const std::lock_guard lock(call_mutex_);
+    comm = std::exchange(comm_, nullptr);
+  }
+  if (comm != nullptr) (void)ncclCommDestroy(comm);
+}
+
+Status NcclHandle::wait_halted(Deadline deadline) {
+  for (;;) {
+    std::shared_ptr<NcclAbort> abort;
+    {
+      const std::lock_guard lock(call_mutex_);
+      if (comm_ == nullptr && !taken_) return ok_status();
+      abort = abort_;
+    }
+    if (abort) return abort->wait_halted(deadline);
+    // Whoever marked it as failed is about to take it.
+    if (deadline.passed()) return deadline_exceeded(describe("abort") + " did not begin in time");
+    std::this_thread::sleep_for(kPatientPoll);
+  }
 }
 
 Status NcclHandle::fail(Status why) {
@@ -195,10 +204,51 @@ void NcclHandle::announce_abort() {
   abort_announced_ = true;
 }
 
-void NcclHandle::abort_now() {
-  if (comm_ == nullptr) return;
-  (void)cudaSetDevice(device_);
-  (void)ncclCommAbort(std::exchange(comm_, nullptr));
+ncclComm_t NcclHandle::take() {
+  const std::lock_guard lock(call_mutex_);
+  taken_ = taken_ || comm_ != nullptr;
+  return std::exchange(comm_, nullptr);
+}
+
+void NcclHandle::set_abort(std::shared_ptr<NcclAbort> abort) {
+  const std::lock_guard lock(call_mutex_);
+  abort_ = std::move(abort);
+}
+
+std::shared_ptr<NcclAbort> NcclAbort::begin(std::vector<Doomed> doomed, std::string why) {
+  auto abort = std::make_shared<NcclAbort>();
+  NcclRegistry::process().abort_begun();
+  std::thread([abort, doomed = std::move(doomed), why = std::move(why)] {
+    const int64_t began_ns = monotonic_ns();
+    // Within a group the calls raise the flags that kernels and threads look at, wait for launches that are under way,
+    // and leave the rest to the group's end.
+    (void)ncclGroupStart();
+    for (const Doomed& d : doomed) {
+      (void)cudaSetDevice(d.device);
+      (void)ncclCommAbort(d.comm);
+    }
+    const int64_t halted_ns = monotonic_ns();
+    {
+      const std::lock_guard lock(abort->mutex_);
+      abort->halted_ = true;
+    }
+    abort->changed_.notify_all();
+    (void)ncclGroupEnd();
+    log().info("aborted {} communicators: told to end in {:.1f} ms, gone in {:.1f} ms: {}", doomed.size(),
+               static_cast<double>(halted_ns - began_ns) / 1e6, static_cast<double>(monotonic_ns() - began_ns) / 1e6,
+               why);
+    NcclRegistry::process().abort_ended();
+  }).detach();
+  return abort;
+}
+
+Status NcclAbort::wait_halted(Deadline deadline) {
+  std::unique_lock lock(mutex_);
+  while (!halted_) {
+    if (deadline.passed()) return deadline_exceeded("NCCL does not stop launching");
+    changed_.wait_for(lock, std::chrono::milliseconds(1));
+  }
+  return ok_status();
 }
 
 }  // namespace kintsugi::comm

@@ -1,12 +1,12 @@
 #include "comm/nccl/nccl_registry.h"
 
 #include <algorithm>
+#include <chrono>
 #include <limits>
+#include <string>
 #include <utility>
 
 #include "comm/nccl/nccl_handle.h"
-#include "runtime/base/deadline.h"
-#include "runtime/base/log.h"
 
 namespace kintsugi::comm {
 
@@ -49,16 +49,37 @@ void NcclRegistry::abort_all(int64_t last_generation, const Status& why) {
   // Callers that poll see this between two polls, and leave NCCL.
   const Status reason = why.code() == StatusCode::kAborted ? why : aborted(why.message());
   for (const auto& handle : handles) handle->mark_failed(reason);
-  std::erase_if(handles, [](const auto& handle) { return handle->abort_claimed_.exchange(true); });
-  if (handles.empty()) return;
-  const int64_t began_ns = monotonic_ns();
-  const std::lock_guard lock(nccl_mutex_);
-  if (std::none_of(handles.begin(), handles.end(), [](const auto& handle) { return handle->comm_ != nullptr; })) return;
-  (void)ncclGroupStart();
-  for (const auto& handle : handles) handle->abort_now();
-  (void)ncclGroupEnd();
-  log().info("aborted {} communicators up to generation {} in {:.1f} ms: {}", handles.size(), last_generation,
-             static_cast<double>(monotonic_ns() - began_ns) / 1e6, reason.message());
+  std::vector<NcclAbort::Doomed> doomed;
+  std::erase_if(handles, [&doomed](const auto& handle) {
+    const ncclComm_t comm = handle->take();
+    if (comm != nullptr) doomed.push_back({comm, handle->device_});
+    return comm == nullptr;
+  });
+  if (doomed.empty()) return;
+  const std::shared_ptr<NcclAbort> abort = NcclAbort::begin(std::move(doomed), reason.message());
+  for (const auto& handle : handles) handle->set_abort(abort);
+}
+
+void NcclRegistry::abort_begun() {
+  const std::lock_guard lock(list_mutex_);
+  ++aborts_;
+}
+
+void NcclRegistry::abort_ended() {
+  {
+    const std::lock_guard lock(list_mutex_);
+    --aborts_;
+  }
+  abort_over_.notify_all();
+}
+
+Status NcclRegistry::wait_for_aborts(Deadline deadline) {
+  std::unique_lock lock(list_mutex_);
+  while (aborts_ > 0) {
+    if (deadline.passed()) return deadline_exceeded("NCCL does not let go of " + std::to_string(aborts_) + " aborts");
+    abort_over_.wait_for(lock, std::chrono::milliseconds(10));
+  }
+  return ok_status();
 }
 
 Status NcclRegistry::check_all() {

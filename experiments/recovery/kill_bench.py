@@ -10,8 +10,14 @@ is ready). t0 is CLOCK_MONOTONIC read just before kill(2); the job's recovery.js
 Measured for each kill:
     begun      t0 until the last rank has begun the next step
     committed  t0 until the last rank has made that step's update
+    by rank    t0 until a survivor saw the stop word, its streams were drained, it had the verdict, the new communicator, the
+               state, the comparison of states, the device's communicator, and began: first and last survivor, and the replacement
 and at the end: the time lost against the undisturbed pace, the committed steps lost, and whether the final state_sha256 equals
 that of a run of the same steps that was left alone.
+
+Without --steps a short run finds the pace, and the job gets steps enough for its kills. With --steps the undisturbed run comes
+first and gives the pace, and kills end when the job has too few steps left. --eager kills a rank as soon as its own spare is
+ready, though others' may be starting (each kill says how many): for when time is short.
 """
 
 import argparse
@@ -34,6 +40,10 @@ def percentile(values: list[float], p: float) -> float:
     """Nearest rank."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, round(p / 100 * len(ordered) + 0.5) - 1))]
+
+
+class JobEnded(SystemExit):
+    pass
 
 
 class Job:
@@ -79,7 +89,7 @@ class Job:
         end = time.monotonic() + seconds
         while not condition():
             if self.process.poll() is not None:
-                raise SystemExit(f"the job ended: see {self.out}.output")
+                raise JobEnded(f"the job ended: see {self.out}.output")
             if time.monotonic() > end:
                 raise SystemExit(f"waited {seconds} s in vain: see {self.out}.output")
             time.sleep(0.002)
@@ -104,13 +114,20 @@ class Job:
         return [l["time_metrics/end_to_end(s)"] for l in lines if "time_metrics/end_to_end(s)" in l]
 
 
-def kill_one(job: Job, rng: random.Random, ranks: int, window_s: float, spares: int = 1) -> dict:
-    job.wait_for(lambda: len(job.pids) == ranks and all(p["spares_ready"] >= spares for p in job.pids.values())
-                 and len(job.step_times()) > 0)
+def spares_starting(job: Job, spares: int) -> int:
+    return sum(max(0, spares - p["spares_ready"]) for p in job.pids.values())
+
+
+def kill_one(job: Job, rng: random.Random, ranks: int, window_s: float, spares: int = 1, eager: bool = False) -> dict:
+    def ready() -> list[int]:
+        return [r for r, p in job.pids.items() if p["spares_ready"] >= spares]
+
+    job.wait_for(lambda: len(job.pids) == ranks and len(ready()) >= (1 if eager else ranks) and len(job.step_times()) > 0)
     time.sleep(rng.uniform(0, window_s))
     job.poll()
     before = len(job.recovered())
-    rank = rng.randrange(ranks)
+    rank = rng.choice(ready()) if eager else rng.randrange(ranks)
+    starting = spares_starting(job, spares)
     pid = job.pids[rank]["worker_pid"]
     t0 = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     os.kill(pid, signal.SIGKILL)
@@ -118,16 +135,33 @@ def kill_one(job: Job, rng: random.Random, ranks: int, window_s: float, spares: 
     event = job.recovered()[before]
     absolute = lambda key: job.origin_ns + event[key]
     detected = min(d["detected_t_ns"] for d in event["deaths"]) + job.origin_ns
-    phases = dict(event["phases"], detect_ms=(detected - t0) / 1e6)
+    detect_ms = (detected - t0) / 1e6
+    phases = dict(event["phases"], detect_ms=detect_ms)
     return {
         "rank": rank,
         "step": event["deaths"][0]["step"],
+        "spares_starting": starting,
         "begun_ms": (absolute("first_step_begun_t_ns") - t0) / 1e6,
         "committed_ms": (absolute("first_step_committed_t_ns") - t0) / 1e6,
         "steps_lost": event["steps_lost"],
         "source": event["source"],
         "phases": phases,
+        "by_rank": [{n: None if v is None else v + detect_ms for n, v in r.items()} for r in event.get("ranks", [])],
     }
+
+
+def describe_ranks(kill: dict) -> str:
+    """First and last survivor at each milestone, then the replacement."""
+    survivors = [r for i, r in enumerate(kill["by_rank"]) if i != kill["rank"]]
+    if not survivors:
+        return ""
+    def span(name: str) -> str:
+        values = [r[name] for r in survivors if r[name] is not None]
+        return f"{name[:-3]} {min(values):.0f}-{max(values):.0f}" if values else ""
+    names = [n for n in survivors[0] if n != "committed_ms"]
+    replacement = kill["by_rank"][kill["rank"]]
+    return ("     survivors: " + "  ".join(filter(None, map(span, names))) + "\n     replacement: " +
+            "  ".join(f"{n[:-3]} {replacement[n]:.0f}" for n in names if replacement[n] is not None))
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
@@ -140,6 +174,7 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=0, help="of the job; 0: enough for the kills")
     parser.add_argument("--window", type=float, default=1.0, help="seconds in which a kill falls")
+    parser.add_argument("--eager", action="store_true", help="kill whoever has a spare ready; do not wait for all")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--build", default="build/cpu-release")
     parser.add_argument("--out", default="outputs/kill_bench")
@@ -152,24 +187,43 @@ def measure(args: argparse.Namespace) -> dict:
     pathlib.Path(args.out).mkdir(parents=True, exist_ok=True)
     rng = random.Random(args.seed)
 
-    warm = Job(args, "pace", args.pace_steps, [])
-    warm.finish()
-    pace = statistics.median(warm.step_times()[min(5, args.pace_steps // 2):])
+    alone, undisturbed = None, None
+    if args.steps:
+        alone = Job(args, "undisturbed", args.steps, [])
+        undisturbed = alone.finish()
+        times = alone.step_times()
+    else:
+        warm = Job(args, "pace", args.pace_steps, [])
+        warm.finish()
+        times = warm.step_times()
+    pace = statistics.median(times[min(5, len(times) // 2):])
     # A kill needs its window, the mending, the step that follows, and the new spare's start behind training.
     steps = args.steps or int(args.kills * (args.window / 2 + args.mend) / pace) + max(5, args.pace_steps)
     print(f"undisturbed pace: {pace * 1e3:.0f} ms a step; {steps} steps for {args.kills} kills; seed {args.seed}", flush=True)
 
     job = Job(args, "disturbed", steps, [])
     kills = []
-    for i in range(args.kills):
-        kills.append(kill_one(job, rng, args.ranks, args.window, args.spares))
+    # The step that a kill interrupts must not be the last, and the window may take steps of its own.
+    most = steps - 3 - int(args.window / pace)
+    while len(kills) < args.kills and (not args.steps or len(job.step_times()) < most):
+        try:
+            kills.append(kill_one(job, rng, args.ranks, args.window, args.spares, args.eager))
+        except JobEnded:
+            if not args.steps or job.process.returncode != 0:
+                raise
+            break  # its steps ran out before a spare was ready
         k = kills[-1]
-        print(f"{i + 1:3d}: rank {k['rank']} step {k['step']:4d}  begun {k['begun_ms']:7.1f} ms  committed {k['committed_ms']:7.1f} ms  "
-              + "  ".join(f"{n[:-3]} {v:.1f}" for n, v in k["phases"].items() if v is not None and n not in ("total_ms", "committed_ms")),
-              flush=True)
+        print(f"{len(kills):3d}: rank {k['rank']} step {k['step']:4d}  begun {k['begun_ms']:7.1f} ms  committed {k['committed_ms']:7.1f} ms  "
+              + "  ".join(f"{n[:-3]} {v:.1f}" for n, v in k["phases"].items() if v is not None and n not in ("total_ms", "committed_ms"))
+              + f"  (spares starting: {k['spares_starting']})", flush=True)
+        if text := describe_ranks(k):
+            print(text, flush=True)
     disturbed = job.finish()
-    alone = Job(args, "undisturbed", steps, [])
-    undisturbed = alone.finish()
+    if alone is None:
+        alone = Job(args, "undisturbed", steps, [])
+        undisturbed = alone.finish()
+    if not kills:
+        raise SystemExit("no kill fitted: give more --steps")
 
     begun = [k["begun_ms"] for k in kills]
     committed = [k["committed_ms"] for k in kills]

@@ -36,7 +36,7 @@ def probe(build: str, ranks: int, kills: int, seed: int, out: pathlib.Path) -> d
 def kill_job(args: argparse.Namespace, ranks: int, kills: int, spares: int) -> dict:
     command = ["--ranks", str(ranks), "--kills", str(kills), "--spares", str(spares), "--config", CONFIG, "--build", args.build,
                "--seed", str(args.seed), "--window", str(args.window), "--pace-steps", str(args.pace_steps), "--mend", str(args.mend),
-               "--steps", str(args.steps), "--out", str(pathlib.Path(args.out) / f"{ranks}_ranks_{spares}_spares")]
+               "--steps", str(args.steps), *(["--eager"] if args.eager else []), "--out", str(pathlib.Path(args.out) / f"{ranks}_ranks_{spares}_spares")]
     for s in ["device=cuda", *args.set]:
         command += ["--set", s]
     print(f"\n== {ranks} ranks, {kills} kills, {spares or 'no'} spare{'s' if spares > 1 else ''}", flush=True)
@@ -67,6 +67,7 @@ def main() -> int:
     parser.add_argument("--without-spare", type=int, default=3, help="kills of a job that keeps no spares; 0: none")
     parser.add_argument("--probe-kills", type=int, default=10)
     parser.add_argument("--steps", type=int, default=0, help="of a job; 0: enough for its kills")
+    parser.add_argument("--eager", action="store_true", help="do not wait until every rank's spare is ready again")
     parser.add_argument("--window", type=float, default=1.0, help="seconds in which a kill falls")
     parser.add_argument("--pace-steps", type=int, default=8)
     parser.add_argument("--mend", type=float, default=8.0, help="seconds from a kill until the next may come, at most")

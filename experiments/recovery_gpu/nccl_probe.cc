@@ -6,10 +6,10 @@
 // word at once (in a training run the agents do that, 0.1 ms after the death). Survivors abort NCCL; a spare process,
 // whose context and libraries are loaded, takes the rank; all make a new communicator. Times are from just before
 // kill(2) to the last rank:
-//   abort     NCCL's communicators are aborted and their memory is given back
 //   drain     no kernel runs any more
 //   connect   the new communicator stands
 //   sum       its first sum is done
+//   abort     NCCL has let go of the old communicators (beside the new ones' start)
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
@@ -41,8 +41,8 @@ constexpr int kMaxProcesses = 64;
 constexpr int64_t kCount = 1 << 18;
 constexpr auto kPatience = std::chrono::seconds(60);
 
-enum Moment { kAborted, kDrained, kConnected, kSummed, kNumMoments };
-constexpr const char* kNames[] = {"abort", "drain", "connect", "sum"};
+enum Moment { kDrained, kConnected, kSummed, kAborted, kNumMoments };
+constexpr const char* kNames[] = {"drain", "connect", "sum", "abort"};
 
 struct Page {
   std::atomic<int64_t> stop_word{0};
@@ -107,6 +107,7 @@ class Process {
         const int64_t stop = page_.stop_word;
         if (stop > seen && comm::NcclRegistry::process().size() > 0) {
           comm::NcclRegistry::process().abort_all(stop - 1, aborted("a peer died"));
+          (void)comm::NcclRegistry::process().wait_for_aborts(patience()).ok();
           page_.at[kAborted][page_.rank_of[index_]] = monotonic_ns();
           seen = stop;
         }
@@ -137,6 +138,7 @@ class Process {
     }
     stream_->set_stop_token({});
     KTG_RETURN_IF_ERROR(stream_->synchronize(patience()));
+    KTG_RETURN_IF_ERROR(nccl->drain(patience()));
     page_.at[kDrained][rank] = monotonic_ns();
     nccl.reset();
     page_.left.fetch_add(1);
@@ -209,6 +211,8 @@ class Probe {
     page_->rank_of[spare] = victim_rank;
     page_->generation = generation + 1;
     KTG_RETURN_IF_ERROR(wait_until([&] { return all_after(kSummed, t0); }, "no sum in the new generation"));
+    page_->at[kAborted][victim_rank] = t0;  // the spare has none to let go of
+    KTG_RETURN_IF_ERROR(wait_until([&] { return all_after(kAborted, t0); }, "NCCL does not let go"));
     std::vector<double> ms;
     for (int m = 0; m < kNumMoments; ++m) {
       int64_t last = 0;

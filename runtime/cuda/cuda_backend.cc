@@ -204,6 +204,7 @@ class CudaBackend final : public Backend {
     const auto end = (reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(size_bytes) + kPageBytes - 1) /
                      kPageBytes * kPageBytes;
     void* first = reinterpret_cast<void*>(begin);
+    KTG_RETURN_IF_ERROR(status_of(cudaSetDevice(device_), "cudaSetDevice"));  // from any thread
     const cudaError_t error = cudaHostRegister(first, end - begin, cudaHostRegisterPortable);
     if (error == cudaErrorHostMemoryAlreadyRegistered) {
       (void)cudaGetLastError();

@@ -97,6 +97,7 @@ void live(GpuRank& rank, int64_t first_generation, int64_t last_generation, bool
     page.at[kStopped][rank.rank()] = monotonic_ns();
     rank.stream().set_stop_token({});
     EXPECT_OK(rank.stream().synchronize(soon()));
+    EXPECT_OK(rank.comm().drain(soon()));
     page.at[kDrained][rank.rank()] = monotonic_ns();
     rank.gate(generation);
     EXPECT_TRUE(*announced) << "the abort was not announced";

@@ -116,8 +116,8 @@ TEST(CommConfigTest, WrongValuesAreNamed) {
   c.chunk_bytes = 100;
   EXPECT_THAT(c.validate().message(), AllOf(HasSubstr("comm.chunk_bytes = 100"), HasSubstr("multiple of 64")));
   c = {};
-  c.bucket_bytes = 0;
-  EXPECT_THAT(c.validate().message(), HasSubstr("comm.bucket_bytes = 0"));
+  c.bucket_bytes = 6;
+  EXPECT_THAT(c.validate().message(), HasSubstr("comm.bucket_bytes = 6"));
   c = {};
   c.first_bucket_bytes = -4;
   EXPECT_THAT(c.validate().message(), HasSubstr("comm.first_bucket_bytes"));

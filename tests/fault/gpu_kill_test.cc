@@ -30,6 +30,7 @@ void expect_recovered(const TrainJob& job, size_t deaths, const std::string& sou
       EXPECT_EQ(r["steps_lost"], 0);
     }
     std::printf("  recovered: %s\n", r["phases"].dump().c_str());
+    for (const Json& rank : r["ranks"]) std::printf("    %s\n", rank.dump().c_str());
   }
 }
 

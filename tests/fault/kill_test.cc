@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,27 @@ struct Case {
   const char* kills;
   size_t deaths;  // of workers
 };
+
+// Each rank passed its milestones in their order, and the last to begin is the recovery's end.
+void expect_milestones(const Json& recovered, size_t world_size) {
+  ASSERT_EQ(recovered["ranks"].size(), world_size);
+  double last_begun = -1;
+  for (const Json& rank : recovered["ranks"]) {
+    double before = 0;
+    for (const char* name : {"stopped_ms", "drained_ms", "verdict_ms", "communicator_ms", "fetched_ms", "compared_ms",
+                             "connected_ms", "begun_ms", "committed_ms"}) {
+      const Json& ms = rank.at(name);
+      if (ms.is_null()) continue;  // a replacement had nothing to stop
+      EXPECT_GE(ms.get<double>(), before) << name << " in " << rank.dump();
+      before = ms.get<double>();
+    }
+    EXPECT_FALSE(rank["verdict_ms"].is_null()) << rank.dump();
+    if (!rank["begun_ms"].is_null()) last_begun = std::max(last_begun, rank["begun_ms"].get<double>());
+  }
+  if (last_begun >= 0) {
+    EXPECT_DOUBLE_EQ(last_begun, recovered["phases"]["total_ms"].get<double>());
+  }
+}
 
 class KillPointTest : public ::testing::TestWithParam<Case> {};
 
@@ -32,6 +54,7 @@ TEST_P(KillPointTest, TheDigestIsThatOfAnUndisturbedRun) {
     EXPECT_EQ(r["steps_lost"], 0);
     EXPECT_EQ(r["source"], "peer");
     EXPECT_GE(r["phases"]["detect_ms"].get<double>(), 0) << "a fault.kill entry knows its own time";
+    expect_milestones(r, 3);
   }
 }
 

@@ -94,6 +94,11 @@ TEST(SupervisorTest, ADeathIsAnnouncedAndDecidedWhenSurvivorsAndReplacementHaveR
   EXPECT_EQ(r.recovery->deaths[0].rank, 1);
   EXPECT_EQ(r.recovery->deaths[0].step, 5);
   EXPECT_EQ(r.recovery->steps_lost, 0);
+  ASSERT_EQ(r.recovery->ranks.size(), 3u);
+  for (size_t i = 0; i < 3; ++i) {
+    EXPECT_EQ(r.recovery->ranks[i].begun_ns, r.recovery->ranks[0].begun_ns + static_cast<int64_t>(i));
+  }
+  EXPECT_EQ(r.recovery->entry.begun_ns, r.recovery->ranks[2].begun_ns);
 }
 
 TEST(SupervisorTest, SurvivorsThatStopBeforeTheNewsArrivesBeginTheGenerationThemselves) {
