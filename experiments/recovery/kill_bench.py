@@ -15,9 +15,8 @@ Measured for each kill:
 and at the end: the time lost against the undisturbed pace, the committed steps lost, and whether the final state_sha256 equals
 that of a run of the same steps that was left alone.
 
-Without --steps a short run finds the pace, and the job gets steps enough for its kills. With --steps the undisturbed run comes
-first and gives the pace, and kills end when the job has too few steps left. --eager kills a rank as soon as its own spare is
-ready, though others' may be starting (each kill says how many): for when time is short.
+Kills that the job has no steps left for are left out. --eager kills a rank as soon as its own spare is ready, though others' may
+be starting (each kill says how many): for when time is short.
 """
 
 import argparse
@@ -171,6 +170,7 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--spares", type=int, default=1)
     parser.add_argument("--pace-steps", type=int, default=30, help="of the run that finds out how long a step takes")
     parser.add_argument("--mend", type=float, default=1.5, help="seconds from a kill until the next may come, at most")
+    parser.add_argument("--settle", type=float, default=0, help="seconds that the first spares take to be ready")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=0, help="of the job; 0: enough for the kills")
     parser.add_argument("--window", type=float, default=1.0, help="seconds in which a kill falls")
@@ -187,29 +187,24 @@ def measure(args: argparse.Namespace) -> dict:
     pathlib.Path(args.out).mkdir(parents=True, exist_ok=True)
     rng = random.Random(args.seed)
 
-    alone, undisturbed = None, None
-    if args.steps:
-        alone = Job(args, "undisturbed", args.steps, [])
-        undisturbed = alone.finish()
-        times = alone.step_times()
-    else:
-        warm = Job(args, "pace", args.pace_steps, [])
-        warm.finish()
-        times = warm.step_times()
+    # Nobody dies in these: no spares, so that what they take of the machine does not count.
+    warm = Job(args, "pace", args.pace_steps, ["recovery.spares=0"])
+    warm.finish()
+    times = warm.step_times()
     pace = statistics.median(times[min(5, len(times) // 2):])
     # A kill needs its window, the mending, the step that follows, and the new spare's start behind training.
-    steps = args.steps or int(args.kills * (args.window / 2 + args.mend) / pace) + max(5, args.pace_steps)
+    steps = args.steps or int((args.settle + args.kills * (args.window / 2 + args.mend)) / pace) + max(5, args.pace_steps)
     print(f"undisturbed pace: {pace * 1e3:.0f} ms a step; {steps} steps for {args.kills} kills; seed {args.seed}", flush=True)
 
     job = Job(args, "disturbed", steps, [])
     kills = []
     # The step that a kill interrupts must not be the last, and the window may take steps of its own.
-    most = steps - 3 - int(args.window / pace)
-    while len(kills) < args.kills and (not args.steps or len(job.step_times()) < most):
+    last = steps - 3 - int(args.window / pace)
+    while len(kills) < args.kills and len(job.step_times()) < last:
         try:
             kills.append(kill_one(job, rng, args.ranks, args.window, args.spares, args.eager))
         except JobEnded:
-            if not args.steps or job.process.returncode != 0:
+            if not kills or job.process.returncode != 0:
                 raise
             break  # its steps ran out before a spare was ready
         k = kills[-1]
@@ -219,11 +214,8 @@ def measure(args: argparse.Namespace) -> dict:
         if text := describe_ranks(k):
             print(text, flush=True)
     disturbed = job.finish()
-    if alone is None:
-        alone = Job(args, "undisturbed", steps, [])
-        undisturbed = alone.finish()
-    if not kills:
-        raise SystemExit("no kill fitted: give more --steps")
+    alone = Job(args, "undisturbed", steps, ["recovery.spares=0"])
+    undisturbed = alone.finish()
 
     begun = [k["begun_ms"] for k in kills]
     committed = [k["committed_ms"] for k in kills]

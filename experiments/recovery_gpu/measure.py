@@ -36,7 +36,8 @@ def probe(build: str, ranks: int, kills: int, seed: int, out: pathlib.Path) -> d
 def kill_job(args: argparse.Namespace, ranks: int, kills: int, spares: int) -> dict:
     command = ["--ranks", str(ranks), "--kills", str(kills), "--spares", str(spares), "--config", CONFIG, "--build", args.build,
                "--seed", str(args.seed), "--window", str(args.window), "--pace-steps", str(args.pace_steps), "--mend", str(args.mend),
-               "--steps", str(args.steps), *(["--eager"] if args.eager else []), "--out", str(pathlib.Path(args.out) / f"{ranks}_ranks_{spares}_spares")]
+               "--settle", str(args.settle), "--steps", str(args.steps), *(["--eager"] if args.eager else []),
+               "--out", str(pathlib.Path(args.out) / f"{ranks}_ranks_{spares}_spares")]
     for s in ["device=cuda", *args.set]:
         command += ["--set", s]
     print(f"\n== {ranks} ranks, {kills} kills, {spares or 'no'} spare{'s' if spares > 1 else ''}", flush=True)
@@ -50,7 +51,7 @@ def table(results: list[dict]) -> str:
         b, alone = r["begun_ms"], r.get("probe")
         lines.append(f"| {r['ranks']} | {'yes' if r['spares'] else 'no'} | {r['kills']} | {b['median']:.0f} | {b['p95']:.0f} | {b['max']:.0f} | "
                      f"{REACH_MS.get((r['ranks'], r['spares']), '')} | {r['committed_ms']['median']:.0f} | {r['step_ms']:.0f} | "
-                     f"{alone['sum_ms']['median']:.0f} | {'yes' if r['digests_equal'] else 'NO'} |")
+                     f"{'' if alone is None else format(alone['sum_ms']['median'], '.0f')} | {'yes' if r['digests_equal'] else 'NO'} |")
     names = list(results[0]["phases_median_ms"])
     lines += ["", "Median phases, ms:", "", "| ranks | spare | " + " | ".join(n[:-3] for n in names) + " |",
               "|---|---|" + "---|" * len(names)]
@@ -65,12 +66,13 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--without-spare", type=int, default=3, help="kills of a job that keeps no spares; 0: none")
-    parser.add_argument("--probe-kills", type=int, default=10)
+    parser.add_argument("--probe-kills", type=int, default=10, help="0: no probe")
     parser.add_argument("--steps", type=int, default=0, help="of a job; 0: enough for its kills")
     parser.add_argument("--eager", action="store_true", help="do not wait until every rank's spare is ready again")
     parser.add_argument("--window", type=float, default=1.0, help="seconds in which a kill falls")
     parser.add_argument("--pace-steps", type=int, default=8)
     parser.add_argument("--mend", type=float, default=8.0, help="seconds from a kill until the next may come, at most")
+    parser.add_argument("--settle", type=float, default=10.0, help="seconds that the first spares take to be ready")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--build", default="build/cuda-release")
     parser.add_argument("--out", default="outputs/recovery_gpu")
@@ -82,7 +84,7 @@ def main() -> int:
 
     results = []
     for ranks in args.ranks:
-        alone = probe(args.build, ranks, args.probe_kills, args.seed, out)
+        alone = probe(args.build, ranks, args.probe_kills, args.seed, out) if args.probe_kills else None
         for spares, kills in [(1, args.kills), (0, args.without_spare)]:
             if kills == 0:
                 continue
