@@ -101,6 +101,7 @@ class Tuner {
     if (status != CUBLAS_STATUS_SUCCESS) {
       return status == CUBLAS_STATUS_NOT_SUPPORTED ? kNotSupported : cublas_error(status);
     }
+    if (fits && elapsed_ms() < options_.budget_ms) add_those_of_like_products(&algorithms, matmul, problem, operands);
     seen->problem = entry->problem = problem;
     size_t best = 0;
     if (fits && elapsed_ms() < options_.budget_ms) {
@@ -118,6 +119,35 @@ class Tuner {
   }
 
  private:
+  // The library names eight algorithms a product at most, and its model of the device is off by more than they differ.
+  // What it names for products of half and of twice a size runs here, too, where it says so.
+  void add_those_of_like_products(std::vector<cublasLtMatmulAlgo_t>* algorithms, Matmul& matmul,
+                                  const GemmProblem& problem, const Operands& operands) {
+    const auto known = [&](const cublasLtMatmulAlgo_t& a) {
+      return std::any_of(algorithms->begin(), algorithms->end(),
+                         [&](const cublasLtMatmulAlgo_t& b) { return std::memcmp(&a, &b, sizeof a) == 0; });
+    };
+    for (int64_t GemmProblem::*size : {&GemmProblem::N, &GemmProblem::O, &GemmProblem::I}) {
+      for (const bool twice : {false, true}) {
+        GemmProblem like = problem;
+        like.*size = twice ? 2 * problem.*size : problem.*size / 2;
+        Matmul other;
+        std::vector<cublasLtMatmulAlgo_t> proposed;
+        if (like.*size % 8 != 0 || other.init(like, operands) != CUBLAS_STATUS_SUCCESS ||
+            other.propose(&proposed, options_.candidates, deterministic_algorithms(), stream_scratch_bytes()) !=
+                CUBLAS_STATUS_SUCCESS) {
+          continue;
+        }
+        for (const cublasLtMatmulAlgo_t& a : proposed) {
+          if (algorithms->size() >= static_cast<size_t>(options_.candidates)) return;
+          if (!known(a) && matmul.accepts(a, deterministic_algorithms(), stream_scratch_bytes())) {
+            algorithms->push_back(a);
+          }
+        }
+      }
+    }
+  }
+
   // Fastest time of each algorithm. One that fails is out of the race.
   KernelError time(std::vector<double>* us, Matmul& matmul, const Operands& operands,
                    const std::vector<cublasLtMatmulAlgo_t>& algorithms) {
@@ -132,12 +162,14 @@ class Tuner {
       }
       const double fastest = *std::min_element(now.begin(), now.end());
       if (fastest == kNever) return kNotSupported;
-      if (round == 0 && fastest < kLongUs) continue;
+      const bool is_long = fastest >= kLongUs;
+      if (round == 0 && !is_long) continue;
       for (size_t i = 0; i < now.size(); ++i) (*us)[i] = std::min((*us)[i], now[i]);
       best = std::min(best, fastest);
-      if (round == 0) continue;
-      if (fastest >= kLongUs) break;
-      for (size_t i = 0; i < now.size(); ++i) running[i] = running[i] && (*us)[i] < kHopeless * best;
+      if (round > 0 && is_long) break;
+      const double bound = best * (is_long ? kHopelessLong : kHopeless);
+      // Nothing runs before a round's first call that would hide the loading of its kernel.
+      for (size_t i = round == 0 ? 1 : 0; i < now.size(); ++i) running[i] = running[i] && (*us)[i] < bound;
     }
     return kKernelOk;
   }
@@ -168,6 +200,7 @@ class Tuner {
   static constexpr double kNever = 1e12;
   static constexpr double kLongUs = 4000;
   static constexpr double kHopeless = 1.1;  // times the best: not timed again
+  static constexpr double kHopelessLong = 1.02;
 
   cudaStream_t cuda_stream() const { return static_cast<cudaStream_t>(stream_); }
   double elapsed_ms() const {
