@@ -28,12 +28,13 @@ std::string_view name_of(Algorithm a) {
   return "unknown";
 }
 
-CommConfig CommConfig::with_buckets(bool ranks_share_gpu) const {
+CommConfig CommConfig::resolved(bool ranks_share_gpu) const {
   CommConfig c = *this;
   if (c.bucket_bytes == 0) c.bucket_bytes = ranks_share_gpu ? int64_t{1} << 30 : 4 << 20;
   if (c.first_bucket_bytes == 0) {
     c.first_bucket_bytes = ranks_share_gpu ? c.bucket_bytes : std::min<int64_t>(1 << 20, c.bucket_bytes);
   }
+  if (c.max_queued == 0) c.max_queued = ranks_share_gpu ? 1 : 8;
   return c;
 }
 
@@ -58,6 +59,7 @@ Status CommConfig::validate() const {
     return value_error("comm.nccl_buffsize", nccl_buffsize, "0 or a multiple of 4096 in 64 KiB to 1 GiB");
   }
   if (max_ctas < 0 || max_ctas > 64) return value_error("comm.max_ctas", max_ctas, "0 to 64");
+  if (max_queued < 0) return value_error("comm.max_queued", max_queued, "at least 0");
   if (timeout_ms < 1) return value_error("comm.timeout_ms", timeout_ms, "at least 1");
   return ok_status();
 }
@@ -76,6 +78,9 @@ void describe(ConfigTable& table, CommConfig& c) {
   table.add("comm.nccl_buffsize", &c.nccl_buffsize,
             "bytes of an NCCL channel's buffer; pieces on the wire are a quarter of it; 0: NCCL's own (4 MiB)");
   table.add("comm.max_ctas", &c.max_ctas, "multiprocessors that NCCL may take from the computation; 0: as it chooses");
+  table.add(
+      "comm.max_queued", &c.max_queued,
+      "GPU collectives that are queued at a time; an abort has so many to end; 0: 8, or 1 where ranks share a GPU");
   table.add("comm.check_calls", &c.check_calls, "compare every GPU collective with the peers' before it starts: slow");
   table.add("comm.timeout_ms", &c.timeout_ms, "a collective that takes longer counts as hung");
 }

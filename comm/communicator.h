@@ -46,19 +46,22 @@ struct CommConfig {
   int64_t chunk_bytes = 0;         // 0: the table's or the algorithm's own
   std::string tuning_file;         // what `comm_bench --tune` wrote
   bool overlap = true;             // reduce buckets while backward runs
-  // Upper size of a gradient bucket, and of the one that is ready first; 0: as with_buckets() says.
+  // Upper size of a gradient bucket, and of the one that is ready first; 0: as resolved() says.
   int64_t bucket_bytes = 0, first_bucket_bytes = 0;
   int64_t timeout_ms = 60'000;  // a collective that takes longer is a hang
   // NCCL's alone.
   std::string protocol = "auto";  // "auto", "simple", "ll", "ll128"
   int64_t nccl_buffsize = 0;      // bytes of a channel's buffer: pieces on the wire are a quarter of it; 0: NCCL's own
   int64_t max_ctas = 0;           // multiprocessors that a collective may take from the computation; 0: NCCL's own
+  int64_t max_queued = 0;         // collectives that wait or run on the device; a further one waits on the host
   bool check_calls = false;       // compare every call with the peers' before it starts (debugging: slow)
   Status validate() const;
-  // Sizes of buckets that are 0 replaced: 4 MiB, the first 1 MiB, so that sums start early. Ranks that share a GPU get
-  // all in one, up to 1 GiB: a sum waits for several turns of every rank whatever its size (28 ms at 4 ranks for 64
-  // KiB or 1 MiB), and so does each queued one that an abort must end.
-  CommConfig with_buckets(bool ranks_share_gpu) const;
+  // What is 0 of bucket_bytes, first_bucket_bytes and max_queued replaced: 4 MiB, 1 MiB, so that sums start early,
+  // and 8. Ranks that share a GPU get 1 GiB, all in one, and 1. A sum waits for several turns of every rank whatever
+  // its size (28 ms at 4 ranks for 64 KiB or 1 MiB). And an abort ends queued ones one by one: each starts, and polls
+  // 10,000 times before it looks at the flag (source: NCCL 2.28.9, device/primitives.h), 15 to 20 ms of a GPU's time
+  // here.
+  CommConfig resolved(bool ranks_share_gpu) const;
 };
 void describe(ConfigTable& table, CommConfig& config);
 

@@ -38,10 +38,13 @@ StopWatch::Actions end_collectives() {
 }
 
 // Every rank of the job is on this host.
-Status prepare_nccl(WorkerEnvironment& env, const RunConfig& config, int num_gpus) {
-  const comm::NcclPlace place{.rank = env.rank, .ranks_on_host = env.world_size, .gpus_on_host = num_gpus};
+comm::NcclPlace place_of(const WorkerEnvironment& env, int num_gpus) {
+  return {.rank = env.rank, .ranks_on_host = env.world_size, .gpus_on_host = num_gpus};
+}
+
+Status prepare_nccl(const WorkerEnvironment& env, const RunConfig& config, int num_gpus) {
+  const comm::NcclPlace place = place_of(env, num_gpus);
   set_nccl_environment(config.comm, place);
-  env.ranks_share_gpu = place.shares_gpu();
   if (place.shares_gpu() && env.rank == 0 && !env.warm_up) {
     const std::string warning = comm::warning_of(place);
     log().warn("{}", warning);
@@ -57,9 +60,10 @@ Status prepare_nccl(WorkerEnvironment& env, const RunConfig& config, int num_gpu
 
 }  // namespace
 
-Result<std::shared_ptr<void>> use_gpu(WorkerEnvironment& env, const RunConfig& config, ControlPage& page) {
+Result<std::shared_ptr<void>> use_gpu(WorkerEnvironment& env, RunConfig& config, ControlPage& page) {
   const runtime::CudaDevices devices = runtime::count_cuda_devices();
   if (devices.count == 0) return failed_precondition("device = \"cuda\": " + devices.why_none);
+  config.comm = config.comm.resolved(place_of(env, devices.count).shares_gpu());
   auto parts = std::make_shared<GpuParts>();
   KTG_ASSIGN_OR_RETURN(parts->backend, runtime::create_cuda_backend({.device = env.local_rank % devices.count,
                                                                      .deterministic = config.training.deterministic}));

@@ -120,7 +120,7 @@ std::string cache_dir() {
 }
 
 Result<TrainerHolder> create_trainer(ChildContext& context, WorkerLink& link) {
-  KTG_ASSIGN_OR_RETURN(const RunConfig config, RunConfig::parse(context.config_toml, "the run's configuration"));
+  KTG_ASSIGN_OR_RETURN(RunConfig config, RunConfig::parse(context.config_toml, "the run's configuration"));
   auto segments = std::make_shared<std::vector<std::unique_ptr<comm::SharedSegment>>>();
   std::vector<comm::SharedSegment*> views;
   for (const UniqueFd& fd : context.segment_fds) {

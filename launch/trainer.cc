@@ -45,7 +45,7 @@ Result<std::unique_ptr<Trainer>> Trainer::create(const RunConfig& config, const 
   KTG_ASSIGN_OR_RETURN(const parallel::BatchLayout layout,
                        config.batch_layout(environment.rank, environment.world_size));
   RunConfig resolved = config;
-  resolved.comm = config.comm.with_buckets(environment.ranks_share_gpu);
+  resolved.comm = config.comm.resolved(/*ranks_share_gpu=*/false);  // unless use_gpu() has done so
   auto trainer = std::make_unique<TrainerImpl>(resolved, environment, layout);
   KTG_RETURN_IF_ERROR(trainer->build());
   return std::unique_ptr<Trainer>(std::move(trainer));

@@ -43,7 +43,6 @@ struct WorkerEnvironment {
   comm::SymmetricHeap* heap = nullptr;
   std::function<Result<std::unique_ptr<comm::Communicator>>(const comm::Membership&, StopToken)> create_communicator;
 
-  bool ranks_share_gpu = false;  // there are more ranks than GPUs
   // On a GPU. Weights, moments, gradients and the vote's records lie here, at least plan_memory().state_heap_bytes();
   // null: memory of the trainer's own. On the CPU they lie in `heap`, and this is not looked at.
   comm::SymmetricHeap* state_heap = nullptr;

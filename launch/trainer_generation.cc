@@ -94,8 +94,12 @@ Status TrainerImpl::join_devices() {
   if (environment_.rank != 0 || std::exchange(plan_printed_, true)) return ok_status();
   std::string message = fmt::format("{}\n{}", backend_->description(), plan_.to_string());
   if (device_communicator_) {
-    message += fmt::format("gradients are summed in {} buckets of at most {} bytes, the first of at most {}\n",
-                           parallel_->buckets().size(), config_.comm.bucket_bytes, config_.comm.first_bucket_bytes);
+    message += fmt::format(
+        "gradients are summed in {} buckets of at most {} bytes, the first of at most {}; {} collectives are queued at "
+        "a "
+        "time\n",
+        parallel_->buckets().size(), config_.comm.bucket_bytes, config_.comm.first_bucket_bytes,
+        config_.comm.max_queued);
   }
   return environment_.link->publish("log", message);
 }

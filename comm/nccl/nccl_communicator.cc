@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <fstream>
 #include <string>
 #include <thread>
@@ -104,6 +105,8 @@ class NcclCommunicator final : public Communicator {
   // Checks, and compares with the peers where that is asked for.
   Status begin(const CallRecord& call, std::initializer_list<const void*> memory, Stream& stream);
   Status join(Stream& stream);
+  // Waits while config.max_queued collectives have not ended.
+  Status make_room();
   Result<WorkPtr> end(Stream& stream);
   Result<WorkPtr> launch(const CallRecord& call, std::initializer_list<const void*> memory, Stream& stream,
                          const Calls& calls);
@@ -113,6 +116,7 @@ class NcclCommunicator final : public Communicator {
 
   std::shared_ptr<NcclCore> core_;
   EventPool::Event joined_, last_;
+  std::deque<EventPool::Event> queued_;  // the end of each collective, or piece of one, that may not have ended
   runtime::Buffer staging_;
   int64_t num_calls_ = 0;
 };
@@ -134,7 +138,22 @@ Status NcclCommunicator::begin(const CallRecord& call, std::initializer_list<con
   }
   ++num_calls_;
   if (core_->config.check_calls) KTG_RETURN_IF_ERROR(compare(call));
+  KTG_RETURN_IF_ERROR(make_room());
   return join(stream);
+}
+
+Status NcclCommunicator::make_room() {
+  const auto limit = static_cast<size_t>(core_->config.max_queued);
+  while (limit > 0 && queued_.size() >= limit) {
+    const auto ended = [&]() -> Result<bool> {
+      KTG_ASSIGN_OR_RETURN(const bool there, core_->reached(queued_.front().get()));
+      if (!there) KTG_RETURN_IF_ERROR(core_->handle->check());
+      return there;
+    };
+    KTG_RETURN_IF_ERROR(core_->host_wait("an earlier collective", Deadline::never(), ended));
+    queued_.pop_front();
+  }
+  return ok_status();
 }
 
 // What the communicator's stream does from here on starts behind what `stream` holds.
@@ -150,6 +169,7 @@ Result<WorkPtr> NcclCommunicator::end(Stream& stream) {
   KTG_ASSIGN_OR_RETURN(EventPool::Event done, core_->events->take());
   KTG_RETURN_IF_ERROR(cuda_status(cudaEventRecord(done.get(), core_->queue()), "cudaEventRecord"));
   last_ = done;
+  if (core_->config.max_queued > 0) queued_.push_back(done);
   return WorkPtr(new NcclWork(core_, std::move(done), native(stream)));
 }
 
@@ -235,6 +255,10 @@ Result<WorkPtr> NcclCommunicator::all_reduce_fixed(float* out, std::span<float* 
   const int64_t chunk = slot_size * world_size();
   for (int64_t at = 0; at < count; at += chunk) {
     KTG_RETURN_IF_ERROR(sum_chunk(plan, out, parts, at, std::min(chunk, count - at), slot_size));
+    if (at + chunk < count) {
+      KTG_RETURN_IF_ERROR(end(stream).status());
+      KTG_RETURN_IF_ERROR(make_room());
+    }
   }
   return end(stream);
 }

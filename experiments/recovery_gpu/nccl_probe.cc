@@ -52,6 +52,7 @@ struct Page {
   std::atomic<int> rank_of[kMaxProcesses];
   std::atomic<int64_t> sums{0};
   std::atomic<int64_t> at[kNumMoments][kMaxProcesses];  // by rank
+  std::atomic<int64_t> free_before{0}, free_after{0};   // of device memory: the first communicators and their first sum
 };
 
 Deadline patience() { return Deadline::after(kPatience); }
@@ -123,6 +124,7 @@ class Process {
     for (const auto& s : segments_) segments.push_back(s.get());
     KTG_ASSIGN_OR_RETURN(const auto control,
                          comm::create_host_communicator({generation, rank, world_size_}, segments, {}, stop));
+    if (generation == 1) KTG_RETURN_IF_ERROR(note_memory(*control, page_.free_before));
     KTG_ASSIGN_OR_RETURN(auto nccl, comm::create_nccl_communicator(
                                         {.control = control.get(), .backend = backend_.get(), .heap = heap_.get()}, {},
                                         stop, patience()));
@@ -134,6 +136,7 @@ class Process {
       if (!summed.ok() && summed.code() != StatusCode::kAborted) return summed;
       if (!summed.ok()) break;
       if (first) page_.at[kSummed][rank] = monotonic_ns();
+      if (first && generation == 1) KTG_RETURN_IF_ERROR(note_memory(*control, page_.free_after));
       page_.sums.fetch_add(1);
     }
     stream_->set_stop_token({});
@@ -143,6 +146,14 @@ class Process {
     nccl.reset();
     page_.left.fetch_add(1);
     return ok_status();
+  }
+
+  // Between two barriers: no rank takes or gives back any.
+  Status note_memory(comm::Communicator& control, std::atomic<int64_t>& free) {
+    KTG_RETURN_IF_ERROR(control.barrier(patience()));
+    KTG_ASSIGN_OR_RETURN(const runtime::DeviceMemory memory, backend_->memory());
+    free = memory.available_bytes;
+    return control.barrier(patience());
   }
 
   Status sum(comm::Communicator& nccl) {
@@ -191,6 +202,9 @@ class Probe {
     page_->generation = 1;
     return wait_until([&] { return all_after(kSummed, 1); }, "the first sum is not done");
   }
+
+  // Of one rank, where all share one GPU: the mean.
+  int64_t communicator_bytes() const { return (page_->free_before - page_->free_after) / ranks_; }
 
   // Milliseconds from the kill to each moment.
   Result<std::vector<double>> kill_one() {
@@ -271,7 +285,10 @@ Status measure(int ranks, int kills, unsigned seed, const std::string& json_file
     std::printf("\n");
     std::fflush(stdout);
   }
-  nlohmann::ordered_json json{{"ranks", ranks}, {"kills", kills}, {"seed", seed}};
+  const int64_t bytes = probe.communicator_bytes();
+  nlohmann::ordered_json json{{"ranks", ranks}, {"kills", kills}, {"seed", seed}, {"communicator_bytes", bytes}};
+  std::printf("device memory of a communicator after its first sum: %.1f MiB a rank (mean of those that share a GPU)\n",
+              static_cast<double>(bytes) / (1 << 20));
   std::printf("communicators alone, %d ranks, median of %d kills:", ranks, kills);
   for (int m = 0; m < kNumMoments; ++m) {
     std::printf("  %s %.0f ms", kNames[m], median(all[m]));

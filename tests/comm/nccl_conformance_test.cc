@@ -41,6 +41,16 @@ TEST_P(NcclTest, EveryCaseOfTheSuiteHolds) {
   world.join(std::chrono::seconds(100));
 }
 
+TEST(NcclQueueTest, EveryCaseHoldsWhenOneCollectiveIsQueuedAtATime) {
+  GpuWorld world(2, suite_heap_bytes());
+  world.start_all([&](GpuRank& rank) {
+    CommConfig config;
+    config.max_queued = 1;
+    run_suite(rank, config);
+  });
+  world.join(std::chrono::seconds(60));
+}
+
 TEST_P(NcclTest, EveryGenerationSumsToTheSameBitsAndCallsThatAgreePassTheCheck) {
   GpuWorld world(GetParam(), kCaseHeapBytes);
   world.start_all([&](GpuRank& rank) {

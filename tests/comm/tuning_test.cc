@@ -126,6 +126,25 @@ TEST(CommConfigTest, WrongValuesAreNamed) {
   EXPECT_THAT(c.validate().message(), HasSubstr("comm.timeout_ms"));
 }
 
+TEST(CommConfigTest, WhatIsLeftOpenDependsOnWhetherRanksShareAGpu) {
+  const CommConfig own = CommConfig{}.resolved(false), shared = CommConfig{}.resolved(true);
+  EXPECT_EQ(own.bucket_bytes, 4 << 20);
+  EXPECT_EQ(own.first_bucket_bytes, 1 << 20);
+  EXPECT_EQ(own.max_queued, 8);
+  EXPECT_EQ(shared.bucket_bytes, int64_t{1} << 30);
+  EXPECT_EQ(shared.first_bucket_bytes, shared.bucket_bytes);
+  EXPECT_EQ(shared.max_queued, 1);
+  CommConfig mine;
+  mine.bucket_bytes = 1 << 16;
+  mine.max_queued = 3;
+  for (const bool share : {false, true}) {
+    EXPECT_EQ(mine.resolved(share).bucket_bytes, 1 << 16);
+    EXPECT_EQ(mine.resolved(share).first_bucket_bytes, 1 << 16) << "not larger than the others";
+    EXPECT_EQ(mine.resolved(share).max_queued, 3);
+    EXPECT_EQ(own.resolved(share).bucket_bytes, own.bucket_bytes) << "once";
+  }
+}
+
 TEST(CommConfigTest, KeysAreRegisteredUnderComm) {
   CommConfig c;
   ConfigTable table;
