@@ -132,6 +132,7 @@ def kill_one(job: Job, rng: random.Random, ranks: int, window_s: float, spares: 
     os.kill(pid, signal.SIGKILL)
     job.wait_for(lambda: len(job.recovered()) > before)
     event = job.recovered()[before]
+    job.wait_for(lambda: job.pids[rank]["worker_pid"] != pid)  # its agent's word may come a moment later
     absolute = lambda key: job.origin_ns + event[key]
     detected = min(d["detected_t_ns"] for d in event["deaths"]) + job.origin_ns
     detect_ms = (detected - t0) / 1e6
