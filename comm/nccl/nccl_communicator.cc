@@ -4,6 +4,7 @@
 #include <cstring>
 #include <deque>
 #include <fstream>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -116,7 +117,11 @@ class NcclCommunicator final : public Communicator {
 
   std::shared_ptr<NcclCore> core_;
   EventPool::Event joined_, last_;
-  std::deque<EventPool::Event> queued_;  // the end of each collective, or piece of one, that may not have ended
+  // Each collective, or piece of one, that may not have ended: what it works on is there, and its own end.
+  struct Queued {
+    EventPool::Event ready, done;
+  };
+  std::deque<Queued> queued_;
   runtime::Buffer staging_;
   int64_t num_calls_ = 0;
 };
@@ -145,12 +150,16 @@ Status NcclCommunicator::begin(const CallRecord& call, std::initializer_list<con
 Status NcclCommunicator::make_room() {
   const auto limit = static_cast<size_t>(core_->config.max_queued);
   while (limit > 0 && queued_.size() >= limit) {
-    const auto ended = [&]() -> Result<bool> {
-      KTG_ASSIGN_OR_RETURN(const bool there, core_->reached(queued_.front().get()));
+    const Queued& first = queued_.front();
+    const auto passed = [&](const EventPool::Event& event) -> Result<bool> {
+      KTG_ASSIGN_OR_RETURN(const bool there, core_->reached(event.get()));
       if (!there) KTG_RETURN_IF_ERROR(core_->handle->check());
       return there;
     };
-    KTG_RETURN_IF_ERROR(core_->host_wait("an earlier collective", Deadline::never(), ended));
+    // The computation before a collective takes what it takes; from there on peers that stay away are late.
+    constexpr const char* kWhat = "an earlier collective";
+    KTG_RETURN_IF_ERROR(core_->host_wait(kWhat, std::nullopt, [&] { return passed(first.ready); }));
+    KTG_RETURN_IF_ERROR(core_->host_wait(kWhat, core_->call_deadline(), [&] { return passed(first.done); }));
     queued_.pop_front();
   }
   return ok_status();
@@ -158,9 +167,7 @@ Status NcclCommunicator::make_room() {
 
 // What the communicator's stream does from here on starts behind what `stream` holds.
 Status NcclCommunicator::join(Stream& stream) {
-  if (joined_ == nullptr) {
-    KTG_ASSIGN_OR_RETURN(joined_, core_->events->take());
-  }
+  KTG_ASSIGN_OR_RETURN(joined_, core_->events->take());
   KTG_RETURN_IF_ERROR(cuda_status(cudaEventRecord(joined_.get(), native(stream)), "cudaEventRecord"));
   return cuda_status(cudaStreamWaitEvent(core_->queue(), joined_.get(), 0), "cudaStreamWaitEvent");
 }
@@ -169,7 +176,7 @@ Result<WorkPtr> NcclCommunicator::end(Stream& stream) {
   KTG_ASSIGN_OR_RETURN(EventPool::Event done, core_->events->take());
   KTG_RETURN_IF_ERROR(cuda_status(cudaEventRecord(done.get(), core_->queue()), "cudaEventRecord"));
   last_ = done;
-  if (core_->config.max_queued > 0) queued_.push_back(done);
+  if (core_->config.max_queued > 0) queued_.push_back({joined_, done});
   return WorkPtr(new NcclWork(core_, std::move(done), native(stream)));
 }
 
@@ -334,7 +341,7 @@ Status NcclCommunicator::barrier(Deadline deadline) {
       if (!there) KTG_RETURN_IF_ERROR(core_->handle->check());
       return there;
     };
-    KTG_RETURN_IF_ERROR(core_->host_wait("barrier", deadline, done));
+    KTG_RETURN_IF_ERROR(core_->host_wait("barrier", core_->bounded(deadline), done));
   }
   const Status met = core_->setup.control->barrier(deadline);
   return met.ok() ? met : core_->handle->fail(met);
@@ -353,9 +360,8 @@ Status NcclCommunicator::drain(Deadline deadline) {
 
 }  // namespace
 
-Status NcclCore::host_wait(const char* what, Deadline deadline, const std::function<Result<bool>()>& done) {
+Status NcclCore::host_wait(const char* what, std::optional<Deadline> limit, const std::function<Result<bool>()>& done) {
   constexpr int kEager = 500;
-  const Deadline limit = Deadline::at(std::min(deadline.when(), call_deadline().when()));
   for (int polls = 0;; ++polls) {
     if (handle->failed()) return handle->status();
     const Result<bool> there = done();
@@ -364,7 +370,7 @@ Status NcclCore::host_wait(const char* what, Deadline deadline, const std::funct
     if (handle->stop_requested()) {
       return handle->fail(aborted("generation " + std::to_string(handle->generation()) + " is over"));
     }
-    if (limit.passed()) {
+    if (limit && limit->passed()) {
       return handle->fail(deadline_exceeded("rank " + std::to_string(rank()) + " generation " +
                                             std::to_string(handle->generation()) + ": " + what + " waited too long"));
     }

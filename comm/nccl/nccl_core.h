@@ -1,9 +1,11 @@
 // What a communicator and its Works share: a Work may outlive the communicator. For the .cc files of this folder.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "comm/nccl/device_heap.h"
@@ -47,8 +49,10 @@ struct NcclCore {
   int world_size() const { return handle->membership().world_size; }
   Deadline call_deadline() const { return Deadline::after(std::chrono::milliseconds(config.timeout_ms)); }
 
-  // Waits on the host, with the communicator's rules: its first error, the stop token, the deadline.
-  Status host_wait(const char* what, Deadline deadline, const std::function<Result<bool>()>& done);
+  Deadline bounded(Deadline deadline) const { return Deadline::at(std::min(deadline.when(), call_deadline().when())); }
+
+  // Waits on the host, with the communicator's rules: its first error, the stop token, the limit if there is one.
+  Status host_wait(const char* what, std::optional<Deadline> limit, const std::function<Result<bool>()>& done);
   // Whether the device has come to `event`; never true for what an abort ended.
   Result<bool> reached(cudaEvent_t event);
   // kInvalidArgument when `p` is memory of the host.

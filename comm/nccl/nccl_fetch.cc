@@ -56,7 +56,7 @@ class FetchWork final : public Work {
   Status wait(Deadline deadline) override {
     if (stage_ == Stage::kComplete) return ok_status();
     if (core_->ended) return aborted("the communicator ended before this fetch was complete");
-    return core_->host_wait("fetch", deadline, [this] { return poll(); });
+    return core_->host_wait("fetch", core_->bounded(deadline), [this] { return poll(); });
   }
 
  private:
@@ -168,7 +168,7 @@ Result<WorkPtr> start_fetch(const std::shared_ptr<NcclCore>& core, void* x, int6
                             bool receive, Stream& stream) {
   KTG_ASSIGN_OR_RETURN(const EventPool::Event before, core->events->take());
   KTG_RETURN_IF_ERROR(cuda_status(cudaEventRecord(before.get(), native(stream)), "cudaEventRecord"));
-  KTG_RETURN_IF_ERROR(core->host_wait("fetch", Deadline::never(), [&] { return core->reached(before.get()); }));
+  KTG_RETURN_IF_ERROR(core->host_wait("fetch", core->call_deadline(), [&] { return core->reached(before.get()); }));
   auto work = std::make_unique<FetchWork>(core, static_cast<uint8_t*>(x), size_bytes, source);
   KTG_RETURN_IF_ERROR(work->ask(receive));
   return WorkPtr(std::move(work));
