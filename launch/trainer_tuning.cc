@@ -42,10 +42,14 @@ Status TrainerImpl::prepare_tuning(const runtime::Buffer& scratch) {
   if (environment_.rank != 0 || environment_.warm_up) return ok_status();
   const std::string name = backend_->tuning_name();
   const std::string cached = name.empty() ? "" : read_or_empty(environment_.cache_dir, name);
-  const std::vector<kernels::LinearShape> layers =
-      runtime::linear_layers(config_.model, config_.dtype(), layout_.micro_batch * config_.training.seq_len,
-                             !layout_.fixed_order() && layout_.num_micro_steps > 1);
-  KTG_ASSIGN_OR_RETURN(tuning_, backend_->tune(layers, cached, scratch, *stream_));
+  const int64_t B = layout_.micro_batch, T = config_.training.seq_len;
+  runtime::Backend::TunedWork work;
+  work.layers = runtime::linear_layers(config_.model, config_.dtype(), B * T,
+                                       !layout_.fixed_order() && layout_.num_micro_steps > 1);
+  if (config_.dtype() == kernels::DType::kBF16) {
+    work.attention.push_back(runtime::attention_shape(config_.model, config_.transformer_options(B * T), B, T));
+  }
+  KTG_ASSIGN_OR_RETURN(tuning_, backend_->tune(work, cached, scratch, *stream_));
   KTG_RETURN_IF_ERROR(backend_->use_tuning(tuning_));
   if (!environment_.out_dir.empty()) KTG_RETURN_IF_ERROR(write_whole(environment_.out_dir, kFile, tuning_));
   if (!environment_.cache_dir.empty() && tuning_ != cached) {

@@ -31,7 +31,7 @@ Result<Buffer> Backend::register_host(void* data, int64_t size_bytes) { return B
 
 Result<std::unique_ptr<Event>> Backend::create_event() { return std::unique_ptr<Event>(new ReachedEvent()); }
 
-Result<std::string> Backend::tune(std::span<const kernels::LinearShape>, const std::string&, const Buffer&, Stream&) {
+Result<std::string> Backend::tune(const TunedWork&, const std::string&, const Buffer&, Stream&) {
   return std::string();
 }
 

@@ -7,9 +7,9 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "kernels/kernel_table.h"
 #include "runtime/base/deadline.h"
@@ -144,11 +144,16 @@ class Backend {
   // until then. Whole pages: neighbours in the first and last one become it, too.
   virtual Result<Buffer> register_host(void* data, int64_t size_bytes);
   virtual Result<std::unique_ptr<Event>> create_event();
-  // Which algorithms the matrix products run with may be chosen by timing: once a run, by one rank, since it bears on the
-  // last bits. `known`: what an earlier tune() returned, or empty. Returns the choice as text, for use_tuning() of every
-  // process of the run; empty where nothing is to be chosen. Overwrites `scratch`, and blocks for at most about 2 s.
-  virtual Result<std::string> tune(std::span<const kernels::LinearShape> layers, const std::string& known,
-                                   const Buffer& scratch, Stream& stream);
+  // Which algorithms the matrix products and attention (in bf16) run with may be chosen by timing: once a run, by one
+  // rank, since it bears on the last bits. `known`: what an earlier tune() returned, or empty. Returns the choice as
+  // text, for use_tuning() of every process of the run; empty where nothing is to be chosen. Overwrites `scratch`, and
+  // blocks for at most about 2 s.
+  struct TunedWork {
+    std::vector<kernels::LinearShape> layers;
+    std::vector<kernels::AttentionShape> attention;
+  };
+  virtual Result<std::string> tune(const TunedWork& work, const std::string& known, const Buffer& scratch,
+                                   Stream& stream);
   // kFailedPrecondition when the text was made on another kind of device or for another version of the library.
   virtual Status use_tuning(const std::string& text);
   // File name for a cache of such texts: it names all that a choice depends on beside the layers. Empty: none.

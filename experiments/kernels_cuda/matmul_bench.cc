@@ -231,8 +231,8 @@ void print_attention_plans(Pool& pool, cudaStream_t stream) {
         }
       }
       for (const kernels::cuda::CudnnPlanTime& t : kernels::cuda::time_cudnn_attention_plans(
-               s, pass, operands, b.workspace, kernels::cuda::attention().backward_workspace_bytes(s, DType::kBF16),
-               stream)) {
+               s, pass, /*all=*/true, operands, b.workspace,
+               kernels::cuda::attention().backward_workspace_bytes(s, DType::kBF16), stream)) {
         std::printf("  %-9s %-20s %9.1f us %12lld bytes %s\n", m.name, name, t.microseconds,
                     static_cast<long long>(t.workspace_bytes), t.name.c_str());
       }

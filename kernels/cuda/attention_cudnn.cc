@@ -10,6 +10,8 @@
 #include <mutex>
 #include <tuple>
 
+#include "kernels/cuda/gemm_kernels.h"
+#include "kernels/cuda/gemm_tuning.h"
 #include "kernels/cuda/library_handles.h"
 
 namespace kintsugi::kernels::cuda {
@@ -32,6 +34,23 @@ Key key_of(const AttentionShape& s, AttentionPass pass) {
   return {pass, s.B, s.T, s.H, s.K, s.D, s.q_stride, s.k_stride, s.v_stride, s.o_stride, s.scale, deterministic};
 }
 
+AttentionProblem problem_of(const Key& key) {
+  using enum AttentionProblem::Pass;
+  const auto& [pass, B, T, H, K, D, q_stride, k_stride, v_stride, o_stride, scale, deterministic] = key;
+  return {pass != AttentionPass::kBackward ? kForward
+          : deterministic                  ? kBackwardRepeatable
+                                           : kBackward,
+          B,
+          T,
+          H,
+          K,
+          D,
+          q_stride,
+          k_stride,
+          v_stride,
+          o_stride};
+}
+
 struct Plan {
   std::unique_ptr<Graph> graph;  // null: why_not
   int64_t workspace_bytes = -1;
@@ -42,6 +61,7 @@ struct Cudnn {
   std::mutex mutex;  // of everything below, and of the handle while it is set to a stream
   cudnnHandle_t handle = nullptr;
   std::map<Key, Plan> plans;
+  AttentionTable chosen;
 };
 
 Cudnn& cudnn() {
@@ -127,17 +147,41 @@ std::unique_ptr<Graph> describe_graph(const AttentionShape& s, AttentionPass pas
   return graph;
 }
 
-// Why the plan is of no use, or empty.
-std::string build_graph(Plan& plan, const AttentionShape& s, AttentionPass pass, cudnnHandle_t handle) {
-  auto graph = describe_graph(s, pass);
-  if (fe::error_t error = graph->build(handle, {fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK}); error.is_bad()) {
-    return "cuDNN: " + error.get_message();
+fe::error_t list_plans(Graph& graph, const std::vector<fe::HeurMode_t>& modes, cudnnHandle_t handle) {
+  if (fe::error_t error = graph.validate(); error.is_bad()) return error;
+  if (fe::error_t error = graph.build_operation_graph(handle); error.is_bad()) return error;
+  if (fe::error_t error = graph.create_execution_plans(modes); error.is_bad()) return error;
+  return graph.check_support();
+}
+
+// With the plan of the name `chosen`; where there is none, with the first that the library proposes and can build.
+fe::error_t build_plan(Graph& graph, const std::string& chosen, cudnnHandle_t handle) {
+  if (fe::error_t error = list_plans(graph, {fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK}, handle); error.is_bad()) {
+    return error;
   }
+  for (int64_t i = 0; i < graph.get_execution_plan_count() && !chosen.empty(); ++i) {
+    std::string name;
+    if (graph.get_plan_name_at_index(i, name).is_good() && name == chosen && graph.build_plan_at_index(i).is_good()) {
+      return {fe::error_code_t::OK, ""};
+    }
+  }
+  return graph.build_plans(fe::BuildPlanPolicy_t::HEURISTICS_CHOICE);
+}
+
+int64_t workspace_limit(const AttentionShape& s, AttentionPass pass) {
+  return pass == AttentionPass::kBackward ? cudnn_attention_workspace_bound(s) : stream_scratch_bytes();
+}
+
+// Why the plan is of no use, or empty.
+std::string build_graph(Plan& plan, const AttentionShape& s, AttentionPass pass, const std::string& chosen,
+                        cudnnHandle_t handle) {
+  auto graph = describe_graph(s, pass);
+  if (fe::error_t error = build_plan(*graph, chosen, handle); error.is_bad()) return "cuDNN: " + error.get_message();
   int64_t bytes = 0;
   if (fe::error_t error = graph->get_workspace_size(bytes); error.is_bad()) {
     return "cuDNN's workspace size: " + error.get_message();
   }
-  const int64_t limit = pass == AttentionPass::kBackward ? cudnn_attention_workspace_bound(s) : stream_scratch_bytes();
+  const int64_t limit = workspace_limit(s, pass);
   plan.workspace_bytes = bytes;
   if (bytes > limit)
     return "cuDNN wants " + std::to_string(bytes) + " bytes of workspace, planned " + std::to_string(limit);
@@ -155,6 +199,16 @@ void make_room(std::map<Key, Plan>& plans, AttentionPass pass) {
   if (std::count_if(plans.begin(), plans.end(), is_forward) >= kMostForwardPlans) std::erase_if(plans, is_forward);
 }
 
+KernelError make_handle(Cudnn& c) {
+  if (cublaslt_handle() == nullptr) return kNotInitialized;
+  if (c.handle != nullptr) return kKernelOk;
+  const cudnnStatus_t status = cudnnCreate(&c.handle);
+  if (status == CUDNN_STATUS_SUCCESS) return kKernelOk;
+  c.handle = nullptr;
+  set_cudnn_error_text(cudnnGetErrorString(status));
+  return kCudnnErrors + static_cast<KernelError>(status);
+}
+
 // The plan of the shape, built at the first call; null with an error when there is no handle. The mutex is held.
 KernelError plan_of(Plan** plan, const AttentionShape& s, AttentionPass pass) {
   Cudnn& c = cudnn();
@@ -162,18 +216,11 @@ KernelError plan_of(Plan** plan, const AttentionShape& s, AttentionPass pass) {
     *plan = &at->second;
     return kKernelOk;
   }
-  if (cublaslt_handle() == nullptr) return kNotInitialized;
-  if (c.handle == nullptr) {
-    const cudnnStatus_t status = cudnnCreate(&c.handle);
-    if (status != CUDNN_STATUS_SUCCESS) {
-      c.handle = nullptr;
-      set_cudnn_error_text(cudnnGetErrorString(status));
-      return kCudnnErrors + static_cast<KernelError>(status);
-    }
-  }
+  if (const KernelError error = make_handle(c); error != kKernelOk) return error;
   Plan built;
+  const TunedAttention* chosen = c.chosen.find(problem_of(key_of(s, pass)));
   try {
-    built.why_not = build_graph(built, s, pass, c.handle);
+    built.why_not = build_graph(built, s, pass, chosen == nullptr ? "" : chosen->plan, c.handle);
   } catch (const std::exception& e) {
     built.graph.reset();
     built.why_not = std::string("cuDNN's frontend: ") + e.what();
@@ -181,6 +228,50 @@ KernelError plan_of(Plan** plan, const AttentionShape& s, AttentionPass pass) {
   make_room(c.plans, pass);
   *plan = &c.plans.insert_or_assign(key_of(s, pass), std::move(built)).first->second;
   return kKernelOk;
+}
+
+struct Timing {
+  cudaStream_t stream;
+  cudaEvent_t begin, end;
+};
+
+// Milliseconds of one call; negative when it fails.
+float time_once(Graph& graph, int64_t index, cudnnHandle_t handle, std::vector<void*>& operands, void* workspace,
+                const Timing& timing) {
+  float ms = -1;
+  cudaEventRecord(timing.begin, timing.stream);
+  const bool ran =
+      graph.execute_plan_at_index(handle, operands.data(), static_cast<int>(operands.size()), workspace, index)
+          .is_good();
+  cudaEventRecord(timing.end, timing.stream);
+  const bool ended = cudaEventSynchronize(timing.end) == cudaSuccess;
+  return ran && ended && cudaEventElapsedTime(&ms, timing.begin, timing.end) == cudaSuccess ? ms : -1;
+}
+
+// The fastest of five calls of each plan on the graph's list, none twice.
+std::vector<CudnnPlanTime> time_plans(Graph& graph, bool all, cudnnHandle_t handle, std::vector<void*>& operands,
+                                      void* workspace, int64_t workspace_bytes, const Timing& timing) {
+  std::vector<CudnnPlanTime> times;
+  const auto engine_of = [](const std::string& name) { return name.substr(0, name.find('_')); };
+  for (int64_t i = 0; i < graph.get_execution_plan_count(); ++i) {
+    CudnnPlanTime plan{"", 0, -1};
+    if (graph.get_plan_name_at_index(i, plan.name).is_bad()) continue;
+    const auto same = [&](const CudnnPlanTime& other) { return other.name == plan.name; };
+    if (std::any_of(times.begin(), times.end(), same)) continue;
+    if (!all && !times.empty() && engine_of(plan.name) != engine_of(times.front().name)) continue;
+    if (graph.build_plan_at_index(i).is_bad()) continue;
+    if (graph.get_workspace_size_plan_at_index(i, plan.workspace_bytes).is_bad()) continue;
+    bool runs = plan.workspace_bytes <= workspace_bytes;
+    float best = 1e30f;
+    for (int repeat = 0; repeat < 5 && runs; ++repeat) {
+      const float ms = time_once(graph, i, handle, operands, workspace, timing);
+      runs = ms >= 0;
+      best = std::min(best, ms);
+    }
+    if (runs) plan.microseconds = 1000.0 * static_cast<double>(best);
+    times.push_back(plan);
+  }
+  return times;
 }
 
 KernelError run(const AttentionShape& s, AttentionPass pass, std::initializer_list<const void*> operands,
@@ -232,12 +323,12 @@ int64_t cudnn_attention_scratch_bytes(const AttentionShape& shape, AttentionPass
   return at == c.plans.end() ? -1 : at->second.workspace_bytes;
 }
 
-std::vector<CudnnPlanTime> time_cudnn_attention_plans(const AttentionShape& shape, AttentionPass pass,
+std::vector<CudnnPlanTime> time_cudnn_attention_plans(const AttentionShape& shape, AttentionPass pass, bool all,
                                                       std::vector<void*> operands, void* workspace,
                                                       int64_t workspace_bytes, StreamHandle stream) {
-  if (cudnn_attention_prepare(shape, pass) != kKernelOk) return {};  // makes the handle, too
   Cudnn& c = cudnn();
   const std::lock_guard lock(c.mutex);
+  if (make_handle(c) != kKernelOk) return {};
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   std::vector<CudnnPlanTime> times;
   cudaEvent_t begin = nullptr, end = nullptr;
@@ -245,30 +336,11 @@ std::vector<CudnnPlanTime> time_cudnn_attention_plans(const AttentionShape& shap
   cudaEventCreate(&end);
   try {
     const auto graph = describe_graph(shape, pass);
-    if (cudnnSetStream(c.handle, cuda_stream) != CUDNN_STATUS_SUCCESS ||
-        graph
-            ->build(c.handle, {fe::HeurMode_t::A, fe::HeurMode_t::B, fe::HeurMode_t::FALLBACK},
-                    fe::BuildPlanPolicy_t::ALL)
-            .is_bad()) {
-      return times;
-    }
-    const int count = static_cast<int>(operands.size());
-    for (int64_t i = 0; i < graph->get_execution_plan_count(); ++i) {
-      CudnnPlanTime plan{"", 0, -1};
-      if (graph->get_plan_name_at_index(i, plan.name).is_bad()) continue;
-      if (graph->get_workspace_size_plan_at_index(i, plan.workspace_bytes).is_bad()) continue;
-      bool runs = plan.workspace_bytes <= workspace_bytes;
-      float best = 1e30f;
-      for (int repeat = 0; repeat < 4 && runs; ++repeat) {
-        float ms = 0;
-        cudaEventRecord(begin, cuda_stream);
-        runs = graph->execute_plan_at_index(c.handle, operands.data(), count, workspace, i).is_good();
-        cudaEventRecord(end, cuda_stream);
-        runs = runs && cudaEventSynchronize(end) == cudaSuccess && cudaEventElapsedTime(&ms, begin, end) == cudaSuccess;
-        if (runs) best = std::min(best, ms);
-      }
-      if (runs) plan.microseconds = 1000.0 * static_cast<double>(best);
-      times.push_back(plan);
+    std::vector<fe::HeurMode_t> modes = {fe::HeurMode_t::A};
+    if (all) modes.insert(modes.end(), {fe::HeurMode_t::B, fe::HeurMode_t::FALLBACK});
+    if (cudnnSetStream(c.handle, cuda_stream) == CUDNN_STATUS_SUCCESS &&
+        list_plans(*graph, modes, c.handle).is_good()) {
+      times = time_plans(*graph, all, c.handle, operands, workspace, workspace_bytes, {cuda_stream, begin, end});
     }
   } catch (const std::exception& e) {
     set_cudnn_error_text(e.what());
@@ -276,6 +348,63 @@ std::vector<CudnnPlanTime> time_cudnn_attention_plans(const AttentionShape& shap
   cudaEventDestroy(begin);
   cudaEventDestroy(end);
   return times;
+}
+
+AttentionTable attention_table_here() { return {gemm_environment().gpu, static_cast<int64_t>(cudnnGetVersion()), {}}; }
+
+KernelError tune_attention(AttentionTable* table, const AttentionShape& s, void* scratch, int64_t scratch_bytes,
+                           StreamHandle stream) {
+  const auto round_up = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
+  const auto known = [&](AttentionPass pass) { return table->find(problem_of(key_of(s, pass))) != nullptr; };
+  if (known(AttentionPass::kForwardWithLse) && known(AttentionPass::kBackward)) return kKernelOk;
+  const int64_t width = (s.H + 2 * s.K) * s.D, element = size_of(DType::kBF16);
+  if (s.q_stride != width || s.k_stride != width || s.v_stride != width) return kKernelOk;
+  const int64_t qkv_bytes = round_up(s.B * s.T * width * element), o_bytes = round_up(s.B * s.T * s.o_stride * element),
+                lse_bytes = round_up(s.B * s.H * s.T * 4), workspace_bytes = cudnn_attention_workspace_bound(s);
+  if (2 * qkv_bytes + 2 * o_bytes + lse_bytes + workspace_bytes > scratch_bytes) return kKernelOk;
+  char* qkv = static_cast<char*>(scratch);
+  char *d_o = qkv + qkv_bytes, *d_qkv = d_o + o_bytes, *o = d_qkv + qkv_bytes, *lse = o + o_bytes,
+       *workspace = lse + lse_bytes;
+  if (const cudaError_t error =
+          fill_random(qkv, (qkv_bytes + o_bytes) / element, 1, DType::kBF16, static_cast<cudaStream_t>(stream));
+      error != cudaSuccess) {
+    return error;
+  }
+  void* forward_scratch = nullptr;
+  if (const KernelError error = stream_scratch(&forward_scratch, stream); error != kKernelOk) return error;
+  const int64_t k_at = s.H * s.D * element, v_at = (s.H + s.K) * s.D * element;
+  std::vector<void*> operands = {qkv, qkv + k_at, qkv + v_at, o, lse};
+  // The forward pass first: it leaves what the backward pass reads.
+  for (const AttentionPass pass : {AttentionPass::kForwardWithLse, AttentionPass::kBackward}) {
+    const bool backward = pass == AttentionPass::kBackward;
+    if (backward) operands.insert(operands.end(), {d_o, d_qkv, d_qkv + k_at, d_qkv + v_at});
+    TunedAttention entry{problem_of(key_of(s, pass)), 0, ""};
+    if (known(pass)) continue;
+    for (const CudnnPlanTime& plan :
+         time_cudnn_attention_plans(s, pass, /*all=*/false, operands, backward ? workspace : forward_scratch,
+                                    workspace_limit(s, pass), stream)) {
+      if (plan.microseconds < 0 || (!entry.plan.empty() && plan.microseconds >= entry.microseconds)) continue;
+      entry.plan = plan.name;
+      entry.microseconds = plan.microseconds;
+    }
+    if (!entry.plan.empty()) table->put(entry);
+  }
+  return cudaStreamSynchronize(static_cast<cudaStream_t>(stream));
+}
+
+bool use_attention_table(const AttentionTable& table, std::string* why) {
+  const AttentionTable here = attention_table_here();
+  if (table.gpu != here.gpu || table.cudnn != here.cudnn) {
+    *why = "made on " + table.gpu + " with cuDNN " + std::to_string(table.cudnn) + ", this is " + here.gpu + " with " +
+           std::to_string(here.cudnn);
+    return false;
+  }
+  Cudnn& c = cudnn();
+  const std::lock_guard lock(c.mutex);
+  if (to_text(c.chosen) == to_text(table)) return true;
+  c.chosen = table;
+  std::erase_if(c.plans, [&](const auto& plan) { return table.find(problem_of(plan.first)) != nullptr; });
+  return true;
 }
 
 KernelError cudnn_attention_forward(void* o, float* lse, const void* q, const void* k, const void* v,

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels/attention.h"
+#include "kernels/cuda/attention_table.h"
 
 namespace kintsugi::kernels::cuda {
 
@@ -22,17 +23,31 @@ std::string cudnn_attention_why_not(const AttentionShape& shape, AttentionPass p
 // What the built graph needs; -1 when there is none. The forward passes use the stream's scratch (library_handles.h).
 int64_t cudnn_attention_scratch_bytes(const AttentionShape& shape, AttentionPass pass);
 
-// For experiments: every plan that cuDNN has for the shape, the one that runs use first, timed on the operands (those
-// of kernels/attention.h in the order q, k, v, o, lse, d_o, dq, dk, dv; a forward pass takes the first four or five).
-// Plans that want more than workspace_bytes are named with -1. Blocks for seconds. Empty in a build without cuDNN.
+// Plans that cuDNN has for the shape, the one that it prefers first, timed on the operands (those of
+// kernels/attention.h in the order q, k, v, o, lse, d_o, dq, dk, dv; a forward pass takes the first four or five): all
+// of them, or those of the preferred one's engine. Plans that want more than workspace_bytes are named with -1. Blocks,
+// for seconds when it is all. Empty in a build without cuDNN.
 struct CudnnPlanTime {
   std::string name;
   int64_t workspace_bytes;
   double microseconds;
 };
-std::vector<CudnnPlanTime> time_cudnn_attention_plans(const AttentionShape& shape, AttentionPass pass,
+std::vector<CudnnPlanTime> time_cudnn_attention_plans(const AttentionShape& shape, AttentionPass pass, bool all,
                                                       std::vector<void*> operands, void* workspace,
                                                       int64_t workspace_bytes, StreamHandle stream);
+
+// Times the plans of the shape's training passes, those of the preferred one's engine (others were 1.5 to 2 times
+// slower wherever they were tried, and take up to a second to compile), on random numbers in `scratch`, and puts the
+// fastest into `table`. About 0.1 s. A pass that has an entry, that the plain kernels serve, or whose operands do not
+// fit into scratch_bytes, gets none. Only for q, k and v packed in one buffer. An empty table (of this machine) comes
+// from attention_table_here().
+AttentionTable attention_table_here();
+KernelError tune_attention(AttentionTable* table, const AttentionShape& shape, void* scratch, int64_t scratch_bytes,
+                           StreamHandle stream);
+// Graphs that are built from here on take the table's plans; the forward pass without lse takes the same as that with
+// it, so that both give the same bits. False, and nothing changes, when the table was made on another GPU or by another
+// version of cuDNN: *why says which. Before the first call of the shapes.
+bool use_attention_table(const AttentionTable& table, std::string* why);
 
 // As kernels/attention.h has them.
 KernelError cudnn_attention_forward(void* o, float* lse, const void* q, const void* k, const void* v,

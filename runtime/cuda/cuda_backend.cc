@@ -3,8 +3,11 @@
 #include <cuda_runtime_api.h>
 #include <sched.h>
 
+#include <algorithm>
+#include <span>
 #include <thread>
 
+#include "kernels/cuda/attention_cudnn.h"
 #include "kernels/cuda/gemm_tuning.h"
 #include "kernels/cuda/libraries.h"
 
@@ -62,6 +65,12 @@ Status status_of(cudaError_t error, std::string_view what) {
 }
 
 cudaStream_t raw(const Stream& stream) { return static_cast<cudaStream_t>(stream.handle()); }
+
+// A tuning's text is that of the matrix products and then that of attention.
+std::pair<std::string_view, std::string_view> parts_of(std::string_view text) {
+  const size_t second = std::min(text.find(kernels::cuda::kAttentionTableTitle), text.size());
+  return {text.substr(0, second), text.substr(second)};
+}
 
 std::vector<kernels::cuda::GemmProblem> problems_of(std::span<const kernels::LinearShape> layers) {
   using kernels::cuda::GemmEpilogue;
@@ -252,27 +261,43 @@ class CudaBackend final : public Backend {
     return std::unique_ptr<Event>(std::make_unique<CudaEvent>(event));
   }
 
-  Result<std::string> tune(std::span<const kernels::LinearShape> layers, const std::string& known,
-                           const Buffer& scratch, Stream& stream) override {
+  Result<std::string> tune(const TunedWork& work, const std::string& known, const Buffer& scratch,
+                           Stream& stream) override {
     kernels::cuda::GemmTable table;
+    kernels::cuda::AttentionTable plans;
     std::string why;
     const kernels::cuda::GemmEnvironment environment = kernels::cuda::gemm_environment();
+    const kernels::cuda::AttentionTable none = kernels::cuda::attention_table_here();
     // What was made elsewhere is of no use here; what cannot be read is made anew.
-    if (!parse_gemm_table(known, &table, &why) || table.environment != environment) table = {environment, {}};
-    const std::vector<kernels::cuda::GemmProblem> missing = table.missing(problems_of(layers));
+    const auto [products, attention] = parts_of(known);
+    if (!parse_gemm_table(products, &table, &why) || table.environment != environment) table = {environment, {}};
+    if (!parse_attention_table(attention, &plans, &why) || plans.gpu != none.gpu || plans.cudnn != none.cudnn) {
+      plans = none;
+    }
+    for (const kernels::AttentionShape& shape : work.attention) {
+      KTG_RETURN_IF_ERROR(
+          stream.launched(tune_attention(&plans, shape, scratch.data(), scratch.size_bytes(), stream.handle()),
+                          "choosing the plans of attention"));
+    }
+    const std::vector<kernels::cuda::GemmProblem> missing = table.missing(problems_of(work.layers));
     if (!missing.empty()) {
       KTG_RETURN_IF_ERROR(stream.launched(
           tune_gemms(&table, missing, scratch.data(), scratch.size_bytes(), {}, stream.handle(), nullptr),
           "choosing the algorithms of matrix products"));
     }
-    return to_text(table);
+    return to_text(table) + to_text(plans);
   }
 
   Status use_tuning(const std::string& text) override {
     kernels::cuda::GemmTable table;
+    kernels::cuda::AttentionTable plans;
     std::string why;
-    if (!parse_gemm_table(text, &table, &why) || !use_gemm_table(table, &why)) {
+    const auto [products, attention] = parts_of(text);
+    if (!parse_gemm_table(products, &table, &why) || !use_gemm_table(table, &why)) {
       return failed_precondition("chosen algorithms of matrix products: " + why);
+    }
+    if (!parse_attention_table(attention, &plans, &why) || !use_attention_table(plans, &why)) {
+      return failed_precondition("chosen plans of attention: " + why);
     }
     return ok_status();
   }

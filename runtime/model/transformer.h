@@ -119,6 +119,10 @@ struct TransformerOptions {
 // The linear layers of a forward and backward over N tokens, each kind once.
 std::vector<kernels::LinearShape> linear_layers(const ModelConfig& config, DType dtype, int64_t N, bool accumulate);
 
+// The attention of a forward and backward over B sequences of T tokens.
+kernels::AttentionShape attention_shape(const ModelConfig& config, const TransformerOptions& options, int64_t B,
+                                        int64_t T);
+
 class Transformer {
  public:
   // Bytes of activations and workspace that create() will take from its arena, exactly; for the memory plan.

@@ -54,9 +54,6 @@ struct Activations {
   int64_t workspace_bytes;
 };
 
-kernels::AttentionShape attention_shape(const ModelConfig& config, const TransformerOptions& options, int64_t B,
-                                        int64_t T);
-
 // Calls `take` for every buffer, always in the same order, with its size in bytes.
 Activations plan_activations(const ModelConfig& config, const TransformerOptions& options,
                              const kernels::KernelTable& kernels, const std::function<void*(int64_t)>& take);

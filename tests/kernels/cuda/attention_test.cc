@@ -236,6 +236,44 @@ TEST_P(CudaAttentionTest, LibraryAndPlainKernelsAgreeAtTrainingSizes) {
   }
 }
 
+TEST_P(CudaAttentionTest, PlansChosenByTimingTravelAsTextAndGiveTheSameNumbers) {
+  if (dtype() != DType::kBF16 || std::string(cuda::cudnn_version()).empty()) return;
+  const DeviceMemory scratch(int64_t{256} << 20);
+  for (const bool deterministic : {true, false}) {
+    Problem p = make_problem({2, 1024, 12, 6, 64}, dtype(), rng_, /*gap=*/0);
+    p.shape.deterministic = deterministic;
+    cuda::AttentionTable table = cuda::attention_table_here(), read;
+    const KernelError error = cuda::tune_attention(&table, p.shape, scratch.data(), int64_t{256} << 20, nullptr);
+    ASSERT_EQ(error, kKernelOk) << text(error);
+    EXPECT_EQ(table.entries.size(), 2u);
+    std::cout << to_text(table);
+    std::string why;
+    ASSERT_TRUE(cuda::parse_attention_table(to_text(table), &read, &why)) << why;
+    ASSERT_TRUE(cuda::use_attention_table(read, &why)) << why;
+    const DeviceProblem d(p), without_lse(p);
+    Outputs plain(p), library(p), o_alone(p);
+    ASSERT_EQ(d.forward(true), kKernelOk);
+    ASSERT_EQ(d.backward(true), kKernelOk);
+    download(plain, d);
+    ASSERT_EQ(d.forward(false), kKernelOk);
+    ASSERT_EQ(d.backward(false), kKernelOk);
+    download(library, d);
+    ASSERT_EQ(without_lse.forward(false, nullptr, false), kKernelOk);
+    download(o_alone, without_lse);
+    const std::string what = deterministic ? "chosen, deterministic" : "chosen";
+    EXPECT_EQ(std::string(cuda::attention().library(p.shape, dtype())), cuda::cudnn_version());
+    expect_near_forward(library, plain, p, 2, what);
+    expect_near_backward(library, plain, p, 2, what);
+    expect_same_bits(o_alone.o, library.o, "o without lse, " + what);
+    // What is known is not timed again, and what was made elsewhere is refused.
+    const std::string before = to_text(read);
+    ASSERT_EQ(cuda::tune_attention(&read, p.shape, scratch.data(), 0, nullptr), kKernelOk);
+    EXPECT_EQ(to_text(read), before);
+    ++read.cudnn;
+    EXPECT_FALSE(cuda::use_attention_table(read, &why));
+  }
+}
+
 TEST_P(CudaAttentionTest, LseMayBeNull) {
   const Problem p = make_problem({2, 70, 4, 2, 64}, dtype(), rng_);
   const DeviceProblem with(p), without(p);
