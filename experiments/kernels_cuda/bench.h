@@ -59,6 +59,8 @@ nlohmann::json attention_builds();
 void print_attention_plans(Pool& pool, cudaStream_t stream);
 // Times the matrix products of the training shapes with the library's first choice and the fastest of its proposals.
 nlohmann::json bench_gemms(Pool& pool, cudaStream_t stream);
+// The fastest algorithms of the largest products, each for as long as the device takes to lower its clock.
+void print_sustained_products(Pool& pool, cudaStream_t stream);
 // The same for GPT-2's products with and without fused epilogues.
 nlohmann::json bench_epilogues(Pool& pool, cudaStream_t stream);
 

@@ -152,6 +152,7 @@ int run(int argc, char** argv) {
   if (wanted("gemm")) gemms = bench_gemms(pool, timer.stream);
   if (wanted("epilogue")) epilogues = bench_epilogues(pool, timer.stream);
   if (wanted("attention")) graphs = attention_builds();
+  if (!filters.empty() && wanted("sustained")) print_sustained_products(pool, timer.stream);
   if (!filters.empty() && wanted("plans")) print_attention_plans(pool, timer.stream);
   std::vector<Case> cases = rowwise_cases();
   for (auto more : {bias_gradient_cases, attention_cases}) {

@@ -96,15 +96,16 @@ class Tuner {
       return cublas_error(s);
     }
     std::vector<cublasLtMatmulAlgo_t> algorithms;
+    const bool in_time = fits && elapsed_ms() < options_.budget_ms;
     const cublasStatus_t status =
-        matmul.propose(&algorithms, options_.candidates, deterministic_algorithms(), stream_scratch_bytes());
+        in_time ? propose_widely(&algorithms, matmul, problem, operands, options_.candidates)
+                : matmul.propose(&algorithms, 1, deterministic_algorithms(), stream_scratch_bytes());
     if (status != CUBLAS_STATUS_SUCCESS) {
       return status == CUBLAS_STATUS_NOT_SUPPORTED ? kNotSupported : cublas_error(status);
     }
-    if (fits && elapsed_ms() < options_.budget_ms) add_those_of_like_products(&algorithms, matmul, problem, operands);
     seen->problem = entry->problem = problem;
     size_t best = 0;
-    if (fits && elapsed_ms() < options_.budget_ms) {
+    if (in_time) {
       std::vector<double> us;
       if (const KernelError error = time(&us, matmul, operands, algorithms); error != kKernelOk) return error;
       best = static_cast<size_t>(std::min_element(us.begin(), us.end()) - us.begin());
@@ -119,35 +120,6 @@ class Tuner {
   }
 
  private:
-  // The library names eight algorithms a product at most, and its model of the device is off by more than they differ.
-  // What it names for products of half and of twice a size runs here, too, where it says so.
-  void add_those_of_like_products(std::vector<cublasLtMatmulAlgo_t>* algorithms, Matmul& matmul,
-                                  const GemmProblem& problem, const Operands& operands) {
-    const auto known = [&](const cublasLtMatmulAlgo_t& a) {
-      return std::any_of(algorithms->begin(), algorithms->end(),
-                         [&](const cublasLtMatmulAlgo_t& b) { return std::memcmp(&a, &b, sizeof a) == 0; });
-    };
-    for (int64_t GemmProblem::*size : {&GemmProblem::N, &GemmProblem::O, &GemmProblem::I}) {
-      for (const bool twice : {false, true}) {
-        GemmProblem like = problem;
-        like.*size = twice ? 2 * problem.*size : problem.*size / 2;
-        Matmul other;
-        std::vector<cublasLtMatmulAlgo_t> proposed;
-        if (like.*size % 8 != 0 || other.init(like, operands) != CUBLAS_STATUS_SUCCESS ||
-            other.propose(&proposed, options_.candidates, deterministic_algorithms(), stream_scratch_bytes()) !=
-                CUBLAS_STATUS_SUCCESS) {
-          continue;
-        }
-        for (const cublasLtMatmulAlgo_t& a : proposed) {
-          if (algorithms->size() >= static_cast<size_t>(options_.candidates)) return;
-          if (!known(a) && matmul.accepts(a, deterministic_algorithms(), stream_scratch_bytes())) {
-            algorithms->push_back(a);
-          }
-        }
-      }
-    }
-  }
-
   // Fastest time of each algorithm. One that fails is out of the race.
   KernelError time(std::vector<double>* us, Matmul& matmul, const Operands& operands,
                    const std::vector<cublasLtMatmulAlgo_t>& algorithms) {

@@ -1,5 +1,7 @@
 #include "kernels/cuda/matmul.h"
 
+#include <algorithm>
+#include <cstring>
 #include <mutex>
 #include <unordered_map>
 
@@ -170,6 +172,34 @@ cublasStatus_t Matmul::run(const Operands& o, const cublasLtMatmulAlgo_t& algori
   const float alpha = 1.0f, beta = accumulate_ ? 1.0f : 0.0f;
   return cublasLtMatmul(cublaslt_handle(), &operation_, &alpha, o.a, &a_, o.b, &b_, &beta, o.d, &d_, o.d, &d_,
                         &algorithm, scratch, static_cast<size_t>(scratch_bytes), stream);
+}
+
+cublasStatus_t propose_widely(std::vector<cublasLtMatmulAlgo_t>* algorithms, Matmul& matmul, const GemmProblem& problem,
+                              const Operands& operands, int count) {
+  const bool deterministic = deterministic_algorithms();
+  const int64_t scratch_bytes = stream_scratch_bytes();
+  KTG_RETURN_IF_CUBLAS_ERROR(matmul.propose(algorithms, count, deterministic, scratch_bytes));
+  const auto known = [&](const cublasLtMatmulAlgo_t& a) {
+    return std::any_of(algorithms->begin(), algorithms->end(),
+                       [&](const cublasLtMatmulAlgo_t& b) { return std::memcmp(&a, &b, sizeof a) == 0; });
+  };
+  for (int64_t GemmProblem::*size : {&GemmProblem::N, &GemmProblem::O, &GemmProblem::I}) {
+    for (const bool twice : {false, true}) {
+      GemmProblem like = problem;
+      like.*size = twice ? 2 * problem.*size : problem.*size / 2;
+      Matmul other;
+      std::vector<cublasLtMatmulAlgo_t> proposed;
+      if (like.*size % 8 != 0 || other.init(like, operands) != CUBLAS_STATUS_SUCCESS ||
+          other.propose(&proposed, count, deterministic, scratch_bytes) != CUBLAS_STATUS_SUCCESS) {
+        continue;
+      }
+      for (const cublasLtMatmulAlgo_t& a : proposed) {
+        if (algorithms->size() >= static_cast<size_t>(count)) return CUBLAS_STATUS_SUCCESS;
+        if (!known(a) && matmul.accepts(a, deterministic, scratch_bytes)) algorithms->push_back(a);
+      }
+    }
+  }
+  return CUBLAS_STATUS_SUCCESS;
 }
 
 #undef KTG_RETURN_IF_CUBLAS_ERROR

@@ -48,6 +48,12 @@ class Matmul {
   bool accumulate_ = false, aligned_ = true, fp32_input_ = false, fp32_output_ = false;
 };
 
+// At most `count` algorithms within the process's bounds (library_handles.h): those that the library proposes, eight at
+// most whatever is asked for, and then those that it proposes for products of half and of twice a size, where it runs
+// them here, too. Its model of the device is off by more than they differ.
+cublasStatus_t propose_widely(std::vector<cublasLtMatmulAlgo_t>* algorithms, Matmul& matmul, const GemmProblem& problem,
+                              const Operands& operands, int count);
+
 // *algorithm: the one that use_gemm_table() gave for the product, or else the library's favourite, which is asked for
 // once and kept. Allocates only then.
 KernelError algorithm_for(cublasLtMatmulAlgo_t* algorithm, const GemmProblem& problem, Matmul& matmul);
