@@ -21,7 +21,8 @@ struct PagedShape {
 struct PagedAttentionKernels {
   // o[s,h,:] over positions 0 .. context_lens[s]-1 (the new token's k and v already written); zeros when that is 0.
   // `workspace`: decode_workspace_bytes() of this shape or of one with more sequences. It holds zeros before its first
-  // use, and between calls it is nobody else's. A sequence's result does not depend on the others.
+  // use, and between calls it is nobody else's. A sequence's result does not depend on what the others hold; its bits
+  // not on how many there are either, on the device for up to 16.
   KernelError (*decode)(void* o, const void* q, const void* k_cache, const void* v_cache, const int32_t* block_tables,
                         const int32_t* context_lens, const PagedShape& shape, DType dtype, void* workspace,
                         StreamHandle stream);

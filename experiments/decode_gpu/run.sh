@@ -16,9 +16,6 @@ rm -f "$out"/texts.jsonl*
 for shape in llama-1b qwen3-0.6b llama-8b; do
   "$bin/decode_bench_gpu" --shape $shape --batch 1 --json "$out/results.jsonl"
   "$bin/decode_bench_gpu" --shape $shape --batch 32 --prefill 0 --json "$out/results.jsonl"
-  if [ "${PEER:-0}" = 1 ]; then
-    python3 "$here/pytorch_peer.py" --shape $shape --batch 1 --json "$out/results.jsonl"
-    python3 "$here/pytorch_peer.py" --shape $shape --batch 32 --prefill 0 --json "$out/results.jsonl"
-  fi
+  if [ "${PEER:-0}" = 1 ]; then python3 "$here/pytorch_peer.py" --shape $shape --json "$out/results.jsonl"; fi
 done
 "$bin/decode_kernels_gpu" | tee "$out/kernels.txt"

@@ -9,9 +9,12 @@ namespace kintsugi::kernels::cuda {
 namespace {
 
 constexpr int64_t kMaxHeadSize = 256;
-// Blocks that keep the device busy with one sequence: two for each of about 132 multiprocessors. A constant, because
-// the number of splits is part of what a result's bits depend on.
+// How many splits a sequence has is part of what its bits depend on. Up to kFewSequences it depends on nothing that
+// another sequence could change: blocks for two of each of about 132 multiprocessors, for one sequence alone. More
+// sequences share what keeps the device busy, for each split pays for its own rotation and its part of the join.
 constexpr int64_t kBlocksForOneSequence = 256;
+constexpr int64_t kFewSequences = 16;
+constexpr int64_t kBlocksForMany = 512;
 
 // Steps of more sequences have work enough in each launch.
 constexpr int64_t kMaxLayerRows = 256;
@@ -21,8 +24,8 @@ int64_t head_groups(const PagedShape& s) { return (s.H / s.K + kHeadsPerBlock - 
 // At most this many splits for contexts of any length.
 int64_t most_splits(const PagedShape& s) {
   const int64_t groups = s.K * head_groups(s);
-  if (s.S * groups > kCounters) return 1;  // more than enough blocks without splits, and no counters left
-  return std::clamp<int64_t>((kBlocksForOneSequence + groups - 1) / groups, 1, kMaxSplits);
+  const int64_t most = std::clamp<int64_t>((kBlocksForOneSequence + groups - 1) / groups, 1, kMaxSplits);
+  return s.S <= kFewSequences ? most : std::clamp<int64_t>(kBlocksForMany / (s.S * groups), 1, most);
 }
 
 int64_t num_splits(const PagedShape& s) {
@@ -31,8 +34,10 @@ int64_t num_splits(const PagedShape& s) {
 }
 
 int64_t decode_workspace_bytes(const PagedShape& s, DType) {
-  const int64_t splits = most_splits(s), rows = s.S * s.H * splits;
-  return splits == 1 ? 0 : kCounters * 4 + rows * (8 + s.D * 4);
+  PagedShape few = s;
+  few.S = std::min(s.S, kFewSequences);
+  const int64_t parts = std::max(few.S * most_splits(few), kBlocksForMany / (s.K * head_groups(s)));
+  return kCounters * 4 + parts * s.H * (8 + s.D * 4);
 }
 
 // 16-byte loads need it of every row.

@@ -5,7 +5,7 @@
 // the cache is read once for all of them. Positions [0, length) are cut into equal splits of a multiple of 64; how many
 // there are at most depends on shapes alone, so a recorded launch serves every length. Each split leaves a maximum, a
 // sum and an unnormalised output a query head; the block that arrives last joins them in ascending order. So a
-// result has the same bits whatever else is in the batch.
+// result has the same bits whatever the other sequences hold.
 // Method: Dao et al., Flash-Decoding (2023).
 #pragma once
 
