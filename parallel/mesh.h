@@ -26,7 +26,7 @@ class Mesh {
   static Result<Mesh> create(std::vector<MeshAxis> axes, int world_size);
   // The mesh of a run: "ddp" is (replicate N, shard 1); "zero1" to "zero3" are (replicate N / shard, shard), where
   // parallelism.shard = 0 means N and parallelism.replicate = 0 means what is left.
-  static Result<Mesh> create(const ParallelConfig& config, int world_size);
+  static Result<Mesh> of_run(const ParallelConfig& config, int world_size);
 
   int world_size() const { return world_size_; }
   const std::vector<MeshAxis>& axes() const { return axes_; }

@@ -22,6 +22,7 @@ struct ParallelConfig {
       "fp32";  // zero1 to zero3, fast order: of gradients on the wire, "fp32" or "bf16"; sums are fp32
 
   bool fixed_order() const { return reduce_order == "fixed"; }
+  bool sharded() const { return mode != "ddp"; }
   Status validate() const;
 };
 
