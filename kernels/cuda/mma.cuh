@@ -49,14 +49,4 @@ __device__ inline uint4 load_stream(const void* p) {
   return v;
 }
 
-// The same of memory that this block may have written since the kernel began, before a barrier.
-__device__ inline uint4 load_stream_coherent(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p)
-               : "memory");
-  return v;
-}
-
 }  // namespace kintsugi::kernels::cuda

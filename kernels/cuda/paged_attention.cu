@@ -87,16 +87,26 @@ KernelError prepare(Launch* launch, void* o, const void* q, const void* k_cache,
   return kKernelOk;
 }
 
-KernelError run(const Launch& launch, void (*kernel)(PagedArguments), StreamHandle stream) {
-  return launch_overlapped(kernel, launch.grid, dim3(kDecodeThreads), static_cast<cudaStream_t>(stream), 0,
-                           launch.arguments);
+KernelError run(const Launch& launch, void (*kernel)(PagedArguments), int64_t dynamic_shared_bytes,
+                StreamHandle stream) {
+  return launch_overlapped(kernel, launch.grid, dim3(kDecodeThreads), static_cast<cudaStream_t>(stream),
+                           dynamic_shared_bytes, launch.arguments);
+}
+
+template <int kChunks, bool kRotate>
+KernelError run_bf16(const Launch& launch, StreamHandle stream) {
+  constexpr int kBytes = TileQueue<kChunks>::kBlockBytes;
+  static_assert(kBytes >= sizeof(DecodeShared<64 * kChunks>));
+  static constexpr auto kKernel = paged_decode_bf16_kernel<kChunks, kRotate>;
+  static const cudaError_t allowed = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  return allowed != cudaSuccess ? allowed : run(launch, kKernel, kBytes, stream);
 }
 
 template <bool kRotate>
 KernelError run_bf16(const Launch& launch, int64_t D, StreamHandle stream) {
-  if (D <= 64) return run(launch, paged_decode_bf16_kernel<1, kRotate>, stream);
-  if (D <= 128) return run(launch, paged_decode_bf16_kernel<2, kRotate>, stream);
-  return run(launch, paged_decode_bf16_kernel<4, kRotate>, stream);
+  if (D <= 64) return run_bf16<1, kRotate>(launch, stream);
+  if (D <= 128) return run_bf16<2, kRotate>(launch, stream);
+  return run_bf16<4, kRotate>(launch, stream);
 }
 
 KernelError decode(void* o, const void* q, const void* k_cache, const void* v_cache, const int32_t* block_tables,
@@ -110,8 +120,8 @@ KernelError decode(void* o, const void* q, const void* k_cache, const void* v_ca
     return error;
   }
   if (dtype == DType::kBF16) return run_bf16<false>(launch, s.D, stream);
-  if (s.D <= 64) return run(launch, paged_decode_f32_kernel<2>, stream);
-  return run(launch, s.D <= 128 ? paged_decode_f32_kernel<4> : paged_decode_f32_kernel<8>, stream);
+  if (s.D <= 64) return run(launch, paged_decode_f32_kernel<2>, 0, stream);
+  return run(launch, s.D <= 128 ? paged_decode_f32_kernel<4> : paged_decode_f32_kernel<8>, 0, stream);
 }
 
 bool layer_applies(int64_t N, int64_t C, int64_t F, int64_t D) {

@@ -97,29 +97,51 @@ __device__ inline void rotate_row(__nv_bfloat16* out, const __nv_bfloat16* raw, 
   }
 }
 
-// The block's query heads into `q`, and, by the block whose split holds the new token, its key and value into the
-// cache. Ends with a barrier.
-template <int kStride>
-__device__ void rotate_rows(__nv_bfloat16 (&q)[kHeadsPerBlock][kStride], const PagedArguments& a,
-                            const DecodeItem& item) {
+// The turned rows that a block makes for itself.
+template <int kMaxD>
+struct RotatedRows {
+  alignas(16) __nv_bfloat16 q[kHeadsPerBlock][kMaxD + 8];
+  alignas(16) __nv_bfloat16 k[kMaxD], v[kMaxD];  // of the new token, where this block's split holds it
+};
+
+// Whether the block writes the new token's key and value to the cache, and so has them in RotatedRows.
+__device__ inline bool writes_new_token(const PagedArguments& a, const DecodeItem& item) {
+  return item.begin < item.length && item.length == item.end && a.rotation.slots[item.sequence] >= 0;
+}
+
+// One row of the new token, as one warp has it in shared memory, to the cache.
+__device__ inline void copy_row(void* cache, int64_t at, const __nv_bfloat16* row, int D) {
+  auto* const to = static_cast<__nv_bfloat16*>(cache) + at;
+  for (int d = 8 * (static_cast<int>(threadIdx.x) % 32); d < D; d += 8 * 32) {
+    *reinterpret_cast<uint4*>(to + d) = *reinterpret_cast<const uint4*>(row + d);
+  }
+}
+
+// The block's query heads, and, where it `writes`, the new token's key and value, to the cache, too. Ends with a
+// barrier.
+template <int kMaxD>
+__device__ void rotate_rows(RotatedRows<kMaxD>& rows, const PagedArguments& a, const DecodeItem& item, bool writes) {
   const DecodeRotation& how = a.rotation;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int position = how.positions[item.sequence];
-  const int64_t slot = how.slots[item.sequence];
   const auto* const raw = static_cast<const __nv_bfloat16*>(a.q) + item.sequence * a.q_stride;
   for (int h = warp; h < item.num_heads; h += kDecodeWarps) {
-    rotate_row(q[h], raw + static_cast<int64_t>(item.first_head + h) * a.D, how.q_norm, a.D, position, how);
+    rotate_row(rows.q[h], raw + static_cast<int64_t>(item.first_head + h) * a.D, how.q_norm, a.D, position, how);
   }
-  const bool writes = item.begin < item.length && item.length == item.end && slot >= 0;
-  const int64_t at = (slot * a.K + item.kv_head) * a.D;
-  if (writes && warp == kDecodeWarps - 1) {
-    const __nv_bfloat16* const k = raw + static_cast<int64_t>(a.H + item.kv_head) * a.D;
-    rotate_row(static_cast<__nv_bfloat16*>(const_cast<void*>(a.k_cache)) + at, k, how.k_norm, a.D, position, how);
-  }
-  if (writes && warp == kDecodeWarps - 2) {
-    const __nv_bfloat16* const v = raw + static_cast<int64_t>(a.H + a.K + item.kv_head) * a.D;
-    auto* const out = static_cast<__nv_bfloat16*>(const_cast<void*>(a.v_cache)) + at;
-    for (int d = lane; d < a.D; d += 32) out[d] = v[d];
+  if (writes) {
+    const int64_t at = (how.slots[item.sequence] * a.K + item.kv_head) * a.D;
+    if (warp == kDecodeWarps - 1) {
+      const __nv_bfloat16* const k = raw + static_cast<int64_t>(a.H + item.kv_head) * a.D;
+      rotate_row(rows.k, k, how.k_norm, a.D, position, how);
+      __syncwarp();
+      copy_row(const_cast<void*>(a.k_cache), at, rows.k, a.D);
+    }
+    if (warp == kDecodeWarps - 2) {
+      const __nv_bfloat16* const v = raw + static_cast<int64_t>(a.H + a.K + item.kv_head) * a.D;
+      for (int d = lane; d < a.D; d += 32) rows.v[d] = v[d];
+      __syncwarp();
+      copy_row(const_cast<void*>(a.v_cache), at, rows.v, a.D);
+    }
   }
   __syncthreads();
 }
@@ -194,35 +216,136 @@ __device__ void finish(const PagedArguments& a, const DecodeItem& item, DecodeSh
   }
 }
 
-template <bool kWritten>
-__device__ inline uint4 load_cache(const void* p) {
-  return kWritten ? load_stream_coherent(p) : load_stream(p);
+// Keys and values of one warp on their way: each lane requests what it will itself use, kStages tiles ahead, into
+// pieces of shared memory that nobody else touches. So no barrier is needed, and a stage's layout is the lanes' order.
+//   A tile: keys (16 positions, D) as mma_32's rows r and r + 8, values as positions 2c, 2c + 1, 2c + 8, 2c + 9.
+template <int kChunks>
+class TileQueue {
+ public:
+  static constexpr int kStages = 3;
+  static constexpr int kPieces = 8 * kChunks;  // of a lane in a tile: half keys, half values
+  static constexpr int kBlockBytes = kDecodeWarps * kStages * kPieces * 32 * 16;
+
+  // skip: a position whose row is left zero, or -1.
+  __device__ TileQueue(uint4* memory, const PagedArguments& a, const DecodeItem& item, int skip)
+      : a_(a),
+        item_(item),
+        skip_(skip),
+        lane_(static_cast<int>(threadIdx.x) % 32),
+        mine_(memory + static_cast<int>(threadIdx.x) / 32 * (kStages * kPieces * 32) + lane_) {}
+
+  // Requests the tile, which may lie past the end. One call a stage, in turn.
+  __device__ void request(int tile) {
+    if (tile < item_.end) {
+      const int r = lane_ / 4, c = lane_ % 4, position = tile + lane_ % kTile;
+      const int64_t row = position < item_.end && position != skip_ ? row_of(a_, item_, position) : -1;
+      uint4* const to = mine_ + in_ * (kPieces * 32);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int64_t from = __shfl_sync(~0u, row, r + 8 * i);
+#pragma unroll
+        for (int j = 0; j < 2 * kChunks; ++j) piece(to + (2 * kChunks * i + j) * 32, a_.k_cache, from, 32 * j + 8 * c);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int64_t from = __shfl_sync(~0u, row, 2 * c + i % 2 + 8 * (i / 2));
+#pragma unroll
+        for (int j = 0; j < kChunks; ++j) {
+          piece(to + (4 * kChunks + kChunks * i + j) * 32, a_.v_cache, from, 64 * j + 8 * r);
+        }
+      }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    in_ = in_ + 1 == kStages ? 0 : in_ + 1;
+  }
+
+  // Waits for the oldest tile, with kStages - 1 requested.
+  __device__ void take(uint4 (&k)[2][2 * kChunks], uint4 (&v)[4][kChunks]) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
+    const uint4* const from = mine_ + out_ * (kPieces * 32);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2 * kChunks; ++j) k[i][j] = from[(2 * kChunks * i + j) * 32];
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int j = 0; j < kChunks; ++j) v[i][j] = from[(4 * kChunks + kChunks * i + j) * 32];
+    }
+    out_ = out_ + 1 == kStages ? 0 : out_ + 1;
+  }
+
+ private:
+  // Zeros where there is no row, or past its end.
+  __device__ void piece(uint4* to, const void* cache, int64_t row, int d) const {
+    const bool exists = row >= 0 && d < a_.D;
+    const auto* const from = static_cast<const __nv_bfloat16*>(cache) + (exists ? row + d : 0);
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
+                     static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+                 "l"(from), "r"(exists ? 16 : 0)
+                 : "memory");
+  }
+
+  const PagedArguments& a_;
+  const DecodeItem& item_;
+  const int skip_, lane_;
+  uint4* const mine_;
+  int in_ = 0, out_ = 0;
+};
+
+// Puts the new token's key and value, which this launch itself makes, where a tile's lanes expect them.
+template <int kChunks>
+__device__ void insert_new_token(uint4 (&k)[2][2 * kChunks], uint4 (&v)[4][kChunks],
+                                 const RotatedRows<64 * kChunks>& rows, int in_tile, int D) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, r = lane / 4, c = lane % 4;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int j = 0; j < 2 * kChunks; ++j) {
+      const int d = 32 * j + 8 * c;
+      if (in_tile == r + 8 * i && d < D) k[i][j] = *reinterpret_cast<const uint4*>(rows.k + d);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j) {
+      const int d = 64 * j + 8 * r;
+      if (in_tile == 2 * c + i % 2 + 8 * (i / 2) && d < D) v[i][j] = *reinterpret_cast<const uint4*>(rows.v + d);
+    }
+  }
 }
 
 // bf16 on the tensor cores. Scores: (16 positions, D) keys times (D, 8 heads) queries; output: (D, 16 positions)
-// values times (16 positions, 8 heads) weights. Both operands come straight from memory in 16-byte pieces: keys in
-// mma_32's order of k, values with rows d permuted (row r of step (j, i) is d = 64 j + 8 r + 2 i, row r + 8 is d + 1).
+// values times (16 positions, 8 heads) weights. Both operands come from memory in 16-byte pieces: keys in mma_32's
+// order of k, values with rows d permuted (row r of step (j, i) is d = 64 j + 8 r + 2 i, row r + 8 is d + 1).
 //   kChunks: D <= 64 kChunks. kRotate: q, k and v of the new token are raw (a.rotation).
 template <int kChunks, bool kRotate>
 __global__ void __launch_bounds__(kDecodeThreads) paged_decode_bf16_kernel(const PagedArguments a) {
-  __shared__ DecodeShared<64 * kChunks> shared;
+  using Queue = TileQueue<kChunks>;
+  extern __shared__ uint4 memory[];  // of the queues, then of what the warps leave
+  __shared__ RotatedRows<kRotate ? 64 * kChunks : 8> rows;
   allow_next();
   wait_for_previous();
   const DecodeItem item(a);
   if (item.split >= item.active) return;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, r = lane / 4,
             c = lane % 4;
-  const auto* const k_cache = static_cast<const __nv_bfloat16*>(a.k_cache);
-  const auto* const v_cache = static_cast<const __nv_bfloat16*>(a.v_cache);
   const uint4 zero = make_uint4(0, 0, 0, 0);
+
+  const bool writes = kRotate && writes_new_token(a, item);
+  const int new_token = writes ? item.length - 1 : -1, first = item.begin + warp * kTile;
+  Queue queue(memory, a, item, new_token);
+#pragma unroll
+  for (int i = 0; i < Queue::kStages - 1; ++i) queue.request(first + i * kSplitUnit);
 
   uint4 q[2 * kChunks];
   const __nv_bfloat16* q_row = static_cast<const __nv_bfloat16*>(a.q) + item.sequence * a.q_stride +
                                static_cast<int64_t>(item.first_head + r) * a.D;
   if constexpr (kRotate) {
-    __shared__ alignas(16) __nv_bfloat16 rotated[kHeadsPerBlock][64 * kChunks + 8];
-    rotate_rows(rotated, a, item);
-    q_row = rotated[r];
+    rotate_rows(rows, a, item, writes);
+    q_row = rows.q[r];
   }
 #pragma unroll
   for (int j = 0; j < 2 * kChunks; ++j) {
@@ -232,26 +355,12 @@ __global__ void __launch_bounds__(kDecodeThreads) paged_decode_bf16_kernel(const
 
   float o[4 * kChunks][4] = {};
   float m[2] = {-INFINITY, -INFINITY}, l[2] = {0.0f, 0.0f};  // of heads 2c and 2c + 1; l of this lane's positions
-  for (int tile = item.begin + warp * kTile; tile < item.end; tile += kSplitUnit) {
-    const int mine = tile + lane % kTile;
-    const int64_t row = mine < item.end ? row_of(a, item, mine) : -1;
-    const int64_t k_rows[2] = {__shfl_sync(~0u, row, r), __shfl_sync(~0u, row, r + 8)};
-    const int64_t v_rows[4] = {__shfl_sync(~0u, row, 2 * c), __shfl_sync(~0u, row, 2 * c + 1),
-                               __shfl_sync(~0u, row, 2 * c + 8), __shfl_sync(~0u, row, 2 * c + 9)};
+  for (int tile = first; tile < item.end; tile += kSplitUnit) {
     uint4 k[2][2 * kChunks], v[4][kChunks];
-#pragma unroll
-    for (int j = 0; j < 2 * kChunks; ++j) {
-      const int d = 32 * j + 8 * c;
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        k[i][j] = k_rows[i] >= 0 && d < a.D ? load_cache<kRotate>(k_cache + k_rows[i] + d) : zero;
-    }
-#pragma unroll
-    for (int j = 0; j < kChunks; ++j) {
-      const int d = 64 * j + 8 * r;
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        v[i][j] = v_rows[i] >= 0 && d < a.D ? load_cache<kRotate>(v_cache + v_rows[i] + d) : zero;
+    queue.take(k, v);
+    queue.request(tile + (Queue::kStages - 1) * kSplitUnit);
+    if constexpr (kRotate) {
+      if (new_token >= tile && new_token < tile + kTile) insert_new_token(k, v, rows, new_token - tile, a.D);
     }
 
     float s[4] = {};
@@ -289,6 +398,8 @@ __global__ void __launch_bounds__(kDecodeThreads) paged_decode_bf16_kernel(const
     }
   }
 
+  auto& shared = *reinterpret_cast<DecodeShared<64 * kChunks>*>(memory);
+  __syncthreads();  // nobody's queue is in use
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     for (int offset = 4; offset < 32; offset *= 2) l[i] += __shfl_xor_sync(~0u, l[i], offset);
