@@ -7,14 +7,22 @@
 // make progress only inside calls of this interface (poll, wait, or a later collective), so a caller that computes
 // meanwhile polls its Work now and then. No call but wait() and barrier() blocks. Works complete in the order of
 // their calls.
+//
+// A rank may have several communicators in a generation, over groups of ranks (comm/membership.h) and on channels of
+// their own; it makes all of them in one call (create_host_communicators(), LocalWorld::join()). Their collectives run
+// side by side: a call waits for calls of the same communicator alone. Whoever polls, waits or calls on one of them
+// makes progress on all, so it does not matter that a peer waits on another one meanwhile; only that both have issued
+// what is waited for: of all ranks' calls and waits there must be one order in which each rank's own ones follow each
+// other. The first error of one is the error of all of them, since a rank gives up a generation, not a group. "One
+// caller thread at a time" holds for all of a rank's communicators together.
+//
 // Every wait takes a Deadline, and comm.timeout_ms bounds it too. The first error is sticky, a deadline that passed
 // included (poll() is for those who only want to look): later calls return it at once, until the communicator is
 // replaced in the next generation. Peers that wait learn of it and end with kAborted, naming the rank and the code with
 // which it began. abort() may come from any thread at any time and makes every call on this rank return kAborted soon
-// (between two polls of a bounded spin, at most a few ms). A generation has one communicator over a set of memory, and
-// ranks may be 64 at most. The next generation's works over whatever a dead one left there, without clearing or
-// handshake; but every rank of the old one must have stopped or died before, because a rank that still runs writes into
-// its peers' buffers.
+// (between two polls of a bounded spin, at most a few ms). Ranks may be 64 at most. The next generation's works over
+// whatever a dead one left there, without clearing or handshake; but every rank of the old one must have stopped or
+// died before, because a rank that still runs writes into its peers' buffers.
 //
 // Sums are fp32, in an order that is a function of (algorithm, world size, count) alone: repeatable.
 #pragma once
@@ -115,13 +123,15 @@ class Communicator {
   virtual Result<WorkPtr> reduce_scatter(float* out, const float* in, int64_t count, Stream& stream) = 0;
   // out (world_size * size_bytes) = the ranks' inputs in rank order. in may be out + rank * size_bytes.
   virtual Result<WorkPtr> all_gather(void* out, const void* in, int64_t size_bytes, Stream& stream) = 0;
+  // out (world_size * size_bytes): out[r] = rank r's in[rank], of in (world_size * size_bytes). They do not overlap.
+  virtual Result<WorkPtr> all_to_all(void* out, const void* in, int64_t size_bytes, Stream& stream) = 0;
   virtual Result<WorkPtr> broadcast(void* x, int64_t size_bytes, int root, Stream& stream) = 0;
   // Every rank calls it; ranks with receive = true get `source`'s x, the others keep theirs. State transfer after a
   // recovery: the source's bytes are read where they lie.
   virtual Result<WorkPtr> fetch(void* x, int64_t size_bytes, int source, bool receive, Stream& stream) = 0;
   virtual Status barrier(Deadline deadline) = 0;
 
-  // From any thread, any number of times.
+  // From any thread, any number of times. Ends all communicators of this rank and generation.
   virtual void abort(Status why) = 0;
   // Until nothing that was started here reads or writes memory any more: after abort(), before that memory serves
   // anything else. The host's backends work inside calls alone, so there is nothing to wait for.

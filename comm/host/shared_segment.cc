@@ -19,7 +19,7 @@ namespace kintsugi::comm {
 namespace {
 
 constexpr int64_t kPage = 4096;
-constexpr char kMagic[8] = {'K', 'T', 'G', 'S', 'E', 'G', '0', '1'};
+constexpr char kMagic[8] = {'K', 'T', 'G', 'S', 'E', 'G', '0', '2'};
 
 int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
@@ -32,12 +32,12 @@ struct Header {
   int64_t control_bytes;  // of the build that made it
   int32_t rank;
   int32_t world_size;
+  int32_t num_channels;
 };
 
 constexpr int64_t kControlOffset = kPage;
-constexpr int64_t heap_offset() {
-  return kControlOffset + (static_cast<int64_t>(sizeof(ControlBlock)) + kPage - 1) / kPage * kPage;
-}
+constexpr int64_t kControlBytes = (static_cast<int64_t>(sizeof(ControlBlock)) + kPage - 1) / kPage * kPage;
+constexpr int64_t heap_offset(int num_channels) { return kControlOffset + num_channels * kControlBytes; }
 
 const Header& header_of(const uint8_t* base) { return *reinterpret_cast<const Header*>(base); }
 
@@ -78,19 +78,23 @@ Status reserve_pages(int fd, int64_t size_bytes, int world_size, bool only_look,
 
 }  // namespace
 
-int64_t SharedSegment::segment_bytes(int64_t heap_bytes, int world_size) {
-  KTG_CHECK(heap_bytes >= 0 && world_size >= 1) << heap_bytes << " " << world_size;
-  return heap_offset() + round_up(heap_bytes, kPage);
+int64_t SharedSegment::segment_bytes(int64_t heap_bytes, int world_size, int num_channels) {
+  KTG_CHECK(heap_bytes >= 0 && world_size >= 1 && num_channels >= 1) << heap_bytes << " " << world_size;
+  return heap_offset(num_channels) + round_up(heap_bytes, kPage);
 }
 
-Result<int> SharedSegment::create_fd(int64_t heap_bytes, int world_size, int rank, bool reserve) {
+Result<int> SharedSegment::create_fd(int64_t heap_bytes, int world_size, int rank, bool reserve, int num_channels) {
   if (heap_bytes < 0 || world_size < 1 || world_size > kMaxWorldSize || rank < 0 || rank >= world_size) {
     return invalid_argument("shared segment of " + std::to_string(heap_bytes) + " bytes for rank " +
                             std::to_string(rank) + " of " + std::to_string(world_size) + " (at most " +
                             std::to_string(kMaxWorldSize) + " ranks)");
   }
+  if (num_channels < 1 || num_channels > kMaxChannels) {
+    return invalid_argument("a shared segment of " + std::to_string(num_channels) + " channels: must be 1 to " +
+                            std::to_string(kMaxChannels));
+  }
   const std::string what = "the shared segment of rank " + std::to_string(rank);
-  const int64_t size_bytes = segment_bytes(heap_bytes, world_size);
+  const int64_t size_bytes = segment_bytes(heap_bytes, world_size, num_channels);
   KTG_RETURN_IF_ERROR(check_file_size_limit(size_bytes, what));
   const std::string name = "kintsugi-rank-" + std::to_string(rank);
   const int fd = ::memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING);
@@ -101,11 +105,12 @@ Result<int> SharedSegment::create_fd(int64_t heap_bytes, int world_size, int ran
     const Header header{
         .magic = {kMagic[0], kMagic[1], kMagic[2], kMagic[3], kMagic[4], kMagic[5], kMagic[6], kMagic[7]},
         .segment_bytes = size_bytes,
-        .heap_offset = heap_offset(),
+        .heap_offset = heap_offset(num_channels),
         .heap_bytes = heap_bytes,
         .control_bytes = sizeof(ControlBlock),
         .rank = rank,
-        .world_size = world_size};
+        .world_size = world_size,
+        .num_channels = num_channels};
     if (::pwrite(fd, &header, sizeof(header), 0) != sizeof(header)) return status_from_errno(errno, what + ": header");
     if (::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
       return status_from_errno(errno, what + ": seals");
@@ -128,7 +133,8 @@ Result<std::unique_ptr<SharedSegment>> SharedSegment::map(int fd) {
   if (!ours)
     return failed_precondition("descriptor " + std::to_string(fd) + " is not a shared segment of this program");
   const bool whole = header.segment_bytes == info.st_size && header.control_bytes == sizeof(ControlBlock) &&
-                     header.heap_offset == heap_offset() && header.heap_bytes >= 0 &&
+                     header.num_channels >= 1 && header.num_channels <= kMaxChannels &&
+                     header.heap_offset == heap_offset(header.num_channels) && header.heap_bytes >= 0 &&
                      header.heap_bytes <= header.segment_bytes - header.heap_offset;
   if (!whole) {
     return failed_precondition("the shared segment in descriptor " + std::to_string(fd) +
@@ -148,10 +154,15 @@ SharedSegment::~SharedSegment() { ::munmap(base_, static_cast<size_t>(size_bytes
 
 int SharedSegment::rank() const { return header_of(base_).rank; }
 int SharedSegment::world_size() const { return header_of(base_).world_size; }
-uint8_t* SharedSegment::data() const { return base_ + heap_offset(); }
+int SharedSegment::num_channels() const { return header_of(base_).num_channels; }
+uint8_t* SharedSegment::data() const { return base_ + header_of(base_).heap_offset; }
 int64_t SharedSegment::capacity_bytes() const { return header_of(base_).heap_bytes; }
 int64_t SharedSegment::used_bytes() const { return heap_used_; }
-ControlBlock& SharedSegment::control() const { return *reinterpret_cast<ControlBlock*>(base_ + kControlOffset); }
+
+ControlBlock& SharedSegment::control(int channel) const {
+  KTG_CHECK(channel >= 0 && channel < num_channels()) << channel << " of " << num_channels();
+  return *reinterpret_cast<ControlBlock*>(base_ + kControlOffset + channel * kControlBytes);
+}
 
 Result<void*> SharedSegment::allocate(int64_t size_bytes, std::string_view what) {
   const int64_t left = capacity_bytes() - heap_used_;

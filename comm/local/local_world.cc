@@ -49,36 +49,49 @@ class LocalHeap final : public SymmetricHeap {
 
 class LocalWorldOfThreads final : public LocalWorld, public std::enable_shared_from_this<LocalWorldOfThreads> {
  public:
-  LocalWorldOfThreads(int world_size, int64_t generation, std::vector<SymmetricHeap*> heaps)
-      : world_size_(world_size), generation_(generation), heaps_(std::move(heaps)) {
-    for (int r = 0; r < world_size; ++r) controls_.push_back(std::make_unique<ControlBlock>());
+  LocalWorldOfThreads(int world_size, int64_t generation, std::vector<SymmetricHeap*> heaps, int num_channels)
+      : world_size_(world_size), generation_(generation), heaps_(std::move(heaps)), controls_(num_channels) {
+    for (auto& channel : controls_) {
+      for (int r = 0; r < world_size; ++r) channel.push_back(std::make_unique<ControlBlock>());
+    }
   }
 
   Result<std::unique_ptr<Communicator>> join(int rank, const CommConfig& config, StopToken stop) override {
-    std::vector<PeerMemory> peers;
-    for (int r = 0; r < world_size_; ++r) {
-      PeerMemory peer{.control = controls_[r].get()};
-      if (r < static_cast<int>(heaps_.size()) && heaps_[r] != nullptr) {
-        peer.heap = heaps_[r]->data();
-        peer.heap_bytes = heaps_[r]->capacity_bytes();
-      }
-      peers.push_back(peer);
-    }
-    const Membership membership{.generation = generation_, .rank = rank, .world_size = world_size_};
-    return PeerCommunicator::create(membership, std::move(peers), config, stop, shared_from_this());
+    return PeerCommunicator::create(seen_by(rank), config, stop);
+  }
+  Result<std::vector<std::unique_ptr<Communicator>>> join(int rank, std::span<const Group> groups,
+                                                          const CommConfig& config, StopToken stop) override {
+    return PeerCommunicator::create(seen_by(rank), groups, config, stop);
   }
 
  private:
+  PeerWorld seen_by(int rank) {
+    PeerWorld world{.membership = {.generation = generation_, .rank = rank, .world_size = world_size_},
+                    .memory = {},
+                    .keep_alive = shared_from_this()};
+    for (const auto& channel : controls_) {
+      std::vector<PeerMemory>& peers = world.memory.emplace_back();
+      for (int r = 0; r < world_size_; ++r) {
+        PeerMemory& peer = peers.emplace_back(PeerMemory{.control = channel[r].get()});
+        if (r >= static_cast<int>(heaps_.size()) || heaps_[r] == nullptr) continue;
+        peer.heap = heaps_[r]->data();
+        peer.heap_bytes = heaps_[r]->capacity_bytes();
+      }
+    }
+    return world;
+  }
+
   int world_size_;
   int64_t generation_;
   std::vector<SymmetricHeap*> heaps_;
-  std::vector<std::unique_ptr<ControlBlock>> controls_;
+  std::vector<std::vector<std::unique_ptr<ControlBlock>>> controls_;  // by channel and rank
 };
 
 }  // namespace
 
-std::shared_ptr<LocalWorld> LocalWorld::create(int world_size, int64_t generation, std::vector<SymmetricHeap*> heaps) {
-  return std::make_shared<LocalWorldOfThreads>(world_size, generation, std::move(heaps));
+std::shared_ptr<LocalWorld> LocalWorld::create(int world_size, int64_t generation, std::vector<SymmetricHeap*> heaps,
+                                               int num_channels) {
+  return std::make_shared<LocalWorldOfThreads>(world_size, generation, std::move(heaps), num_channels);
 }
 
 std::unique_ptr<SymmetricHeap> LocalWorld::create_heap(int64_t capacity_bytes) {

@@ -94,6 +94,7 @@ class NcclCommunicator final : public Communicator {
                                    Stream& stream) override;
   Result<WorkPtr> reduce_scatter(float* out, const float* in, int64_t count, Stream& stream) override;
   Result<WorkPtr> all_gather(void* out, const void* in, int64_t size_bytes, Stream& stream) override;
+  Result<WorkPtr> all_to_all(void* out, const void* in, int64_t size_bytes, Stream& stream) override;
   Result<WorkPtr> broadcast(void* x, int64_t size_bytes, int root, Stream& stream) override;
   Result<WorkPtr> fetch(void* x, int64_t size_bytes, int source, bool receive, Stream& stream) override;
   Status barrier(Deadline deadline) override;
@@ -220,6 +221,26 @@ Result<WorkPtr> NcclCommunicator::all_gather(void* out, const void* in, int64_t 
   return launch(record("all_gather", size_bytes), {out, in}, stream, [&](ncclComm_t comm, cudaStream_t queue) {
     return ncclAllGather(in, out, static_cast<size_t>(size_bytes), ncclUint8, comm, queue);
   });
+}
+
+Result<WorkPtr> NcclCommunicator::all_to_all(void* out, const void* in, int64_t size_bytes, Stream& stream) {
+  KTG_RETURN_IF_ERROR(begin(record("all_to_all", size_bytes), {out, in}, stream));
+  const auto exchange = [&](ncclComm_t comm) {
+    ncclResult_t result = ncclSuccess;
+    const auto keep = [&result](ncclResult_t r) {
+      if (result == ncclSuccess) result = r;
+    };
+    const auto bytes = static_cast<size_t>(size_bytes);
+    for (int peer = 0; peer < world_size(); ++peer) {
+      keep(ncclSend(static_cast<const uint8_t*>(in) + peer * size_bytes, bytes, ncclUint8, peer, comm, core_->queue()));
+      keep(ncclRecv(static_cast<uint8_t*>(out) + peer * size_bytes, bytes, ncclUint8, peer, comm, core_->queue()));
+    }
+    return result;
+  };
+  if (size_bytes > 0) {
+    KTG_RETURN_IF_ERROR(core_->handle->call_group("all_to_all", exchange, core_->call_deadline()));
+  }
+  return end(stream);
 }
 
 Result<WorkPtr> NcclCommunicator::broadcast(void* x, int64_t size_bytes, int root, Stream& stream) {

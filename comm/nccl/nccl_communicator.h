@@ -17,6 +17,10 @@
 // is what fetch and barrier synchronise by. So these count as calls on it: between a fetch and the end of its Work,
 // every rank makes the same other calls on it, in the same order.
 //
+// Groups and channels: each group has a control communicator of its own, made with the others of this rank, and an NCCL
+// communicator over that. Every rank makes them in the same order. Their kernels run at the same time, and each takes
+// multiprocessors (comm.max_ctas); a fetch or barrier on one does not wait for the others'.
+//
 // A peer that dies is noticed by nobody here: NCCL waits for ever. Whoever learns of it raises the stop token and calls
 // NcclRegistry::abort_all(). With comm.check_calls every call is compared with the peers' first, as the other backends
 // do always.
@@ -36,8 +40,8 @@ struct NcclSetup {
   Communicator* control = nullptr;  // same membership; outlives the communicator
   runtime::Backend* backend = nullptr;
   DeviceHeap* heap = nullptr;  // null: fetch goes through NCCL; outlives the communicator
-  // Shuts the gate through which updates go. Called once, before NCCL's kernels are aborted for whatever reason, from
-  // the thread that aborts; must not block. Not called any more once the communicator is gone.
+  // Shuts the gate through which updates go. Called once for each communicator, before NCCL's kernels are aborted for
+  // whatever reason, from the thread that aborts; must not block. Not called any more once the communicator is gone.
   std::function<void()> before_abort = nullptr;
 };
 

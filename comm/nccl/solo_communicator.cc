@@ -39,6 +39,9 @@ class SoloCommunicator final : public Communicator {
   Result<WorkPtr> all_gather(void* out, const void* in, int64_t size_bytes, Stream& stream) override {
     return copy(out, in, size_bytes, "all_gather", stream);
   }
+  Result<WorkPtr> all_to_all(void* out, const void* in, int64_t size_bytes, Stream& stream) override {
+    return copy(out, in, size_bytes, "all_to_all", stream);
+  }
   Result<WorkPtr> broadcast(void* x, int64_t size_bytes, int root, Stream& stream) override {
     if (root != 0) return invalid_argument("broadcast: there is no rank " + std::to_string(root));
     return copy(x, x, size_bytes, "broadcast", stream);

@@ -19,6 +19,7 @@
 namespace kintsugi::comm {
 
 inline constexpr int kMaxWorldSize = 64;
+inline constexpr int kMaxChannels = 8;
 inline constexpr int kMaxInFlight = 16;
 inline constexpr int kMaxParts = 16;                     // of all_reduce_fixed: 2 log2(64) = 12 at most
 inline constexpr int kMaxLanes = 4;                      // progress counters of one call; the double tree uses all
@@ -39,7 +40,7 @@ constexpr int64_t count_of(uint64_t stamp) { return static_cast<int64_t>(stamp &
 // Why a rank gave up, as the count of a stamp; never 0.
 struct FailureNote {
   StatusCode cause = StatusCode::kAborted;
-  int origin = 0;  // the rank with which it began
+  int origin = 0;  // the rank (of the generation) with which it began
 };
 constexpr uint64_t failure_stamp(int64_t generation, FailureNote note) {
   return make_stamp(generation, int64_t{note.origin} << 8 | static_cast<int64_t>(note.cause));
@@ -59,6 +60,7 @@ enum class OpKind : uint8_t {
   kAllReduceFixed,
   kReduceScatter,
   kAllGather,
+  kAllToAll,
   kBroadcast,
   kFetch
 };
@@ -70,7 +72,7 @@ struct Call {
   Algorithm algorithm{};
   int16_t num_leaves = 0;  // kAllReduceFixed
   int32_t root = -1;       // kBroadcast, kFetch
-  int64_t size_bytes = 0;  // all_reduce: of x; reduce_scatter, all_gather: of one rank's share
+  int64_t size_bytes = 0;  // all_reduce: of x; reduce_scatter, all_gather, all_to_all: of one share
   int64_t chunk_bytes = 0;
   bool operator==(const Call&) const = default;
 };
@@ -97,12 +99,14 @@ struct alignas(64) Sleeper {
   std::atomic<uint64_t> stamp{0};
 };
 
+// One a channel and rank.
 struct ControlBlock {
   Word completed;  // last call completed here
   Word failed;     // the generation in which this rank gave up, and a FailureNote
   Sleeper sleeper;
-  alignas(64) std::atomic<uint32_t> bell{0};  // the futex on which ranks sleep; that of rank 0 serves all
-  // The CPUs on which this rank may run, one bit each: how ranks tell whether they outnumber their cores.
+  // The futex on which ranks sleep; that of rank 0 and channel 0 serves all ranks of the generation and all channels.
+  alignas(64) std::atomic<uint32_t> bell{0};
+  // The CPUs on which this rank may run, one bit each: how ranks tell whether they outnumber their cores. In channel 0.
   alignas(64) std::atomic<uint64_t> cpus[kMaxCpus / 64] = {};
   Slot slots[kMaxInFlight];
   alignas(64) uint8_t payload[kMaxInFlight][kPayloadBytes] = {};
@@ -117,15 +121,20 @@ struct PeerMemory {
   int64_t heap_bytes = 0;
 };
 
-// The ranks of one generation as one of them sees them.
+// The ranks of one group as one of them sees them. Ranks without further words are those of the group.
 struct PeerGroup {
   Membership membership;
-  std::vector<PeerMemory> peers;  // by rank
-  int64_t max_inline_bytes = 0;   // calls up to this size travel inside the slot
-  int64_t stream_bytes = 0;       // sums from this size on write past the caches
+  std::vector<PeerMemory> peers;        // by rank
+  std::vector<int> ranks;               // of the generation, by rank
+  std::vector<ControlBlock*> everyone;  // channel 0 of all ranks of the generation
+  int64_t max_inline_bytes = 0;         // calls up to this size travel inside the slot
+  int64_t stream_bytes = 0;             // sums from this size on write past the caches
 
   int rank() const { return membership.rank; }
   int world_size() const { return membership.world_size; }
+  // What messages call rank `r`: its number in the generation.
+  int global(int r) const { return r < 0 ? r : ranks[r]; }
+  int own_global() const { return ranks[rank()]; }
   ControlBlock& own() const { return *peers[rank()].control; }
   bool in_own_heap(const void* p, int64_t size_bytes) const {
     const PeerMemory& mine = peers[rank()];

@@ -24,6 +24,9 @@ int64_t sensible_chunk(int64_t chunk_bytes, int64_t size_bytes) {
   return std::max(chunk_bytes, (size_bytes / kMostChunks + 63) / 64 * 64);
 }
 
+// My input has a share for each rank.
+bool scatters(OpKind kind) { return kind == OpKind::kReduceScatter || kind == OpKind::kAllToAll; }
+
 bool one_to_all(OpKind kind) { return kind == OpKind::kBroadcast || kind == OpKind::kFetch; }
 
 std::string describe(const Call& call) {
@@ -52,6 +55,8 @@ const char* name_of(OpKind kind) {
       return "reduce_scatter";
     case OpKind::kAllGather:
       return "all_gather";
+    case OpKind::kAllToAll:
+      return "all_to_all";
     case OpKind::kBroadcast:
       return "broadcast";
     case OpKind::kFetch:
@@ -75,8 +80,7 @@ Operation::Operation(const PeerGroup& group, Request request, int64_t number)
 }
 
 int64_t Operation::heap_extent() const {
-  const int64_t shares = request_.call.kind == OpKind::kReduceScatter ? group_.world_size() : 1;
-  return request_.call.size_bytes * shares;
+  return request_.call.size_bytes * (scatters(request_.call.kind) ? group_.world_size() : 1);
 }
 
 int64_t Operation::element_bytes() const { return sums(request_.call.kind) ? 4 : 1; }
@@ -121,15 +125,16 @@ bool Operation::inside_heap(int peer, int64_t offset, int64_t size_bytes) const 
 // A peer posted its call of this number: it must be the same call.
 Status Operation::arrived(int peer) {
   const Slot& slot = slot_of(peer);
-  const std::string who = "rank " + std::to_string(group_.rank()) + " generation " +
+  const std::string who = "rank " + std::to_string(group_.own_global()) + " generation " +
                           std::to_string(group_.membership.generation) + " call " + std::to_string(number_);
   const int64_t generation = generation_of(slot.posted.load(std::memory_order_relaxed));
   if (generation != group_.membership.generation) {
-    return aborted(who + ": rank " + std::to_string(peer) + " is in generation " + std::to_string(generation));
+    return aborted(who + ": rank " + std::to_string(group_.global(peer)) + " is in generation " +
+                   std::to_string(generation));
   }
   if (!(slot.call == request_.call)) {
     return internal_error(who + ": want " + describe(request_.call) + ", got " + describe(slot.call) + " from rank " +
-                          std::to_string(peer));
+                          std::to_string(group_.global(peer)));
   }
   const bool peers_read = !one_to_all(slot.call.kind) || slot.call.root == peer;
   bool inside = true;
@@ -143,7 +148,7 @@ Status Operation::arrived(int peer) {
     }
   }
   if (!inside) {
-    return internal_error(who + ": rank " + std::to_string(peer) + " names memory outside its heap of " +
+    return internal_error(who + ": rank " + std::to_string(group_.global(peer)) + " names memory outside its heap of " +
                           std::to_string(group_.peers[peer].heap_bytes) + " bytes");
   }
   cut_.any_staged |= slot.staged;
@@ -159,7 +164,7 @@ Cut Operation::make_cut() const {
     round_bytes = std::min(round_bytes, sensible_chunk(call.chunk_bytes, call.size_bytes));
   }
   if (cut.any_staged) {
-    const int64_t shares = call.kind == OpKind::kReduceScatter ? group_.world_size() : 1;
+    const int64_t shares = scatters(call.kind) ? group_.world_size() : 1;
     round_bytes = std::min(round_bytes, kStagingHalfBytes / shares / 64 * 64);
   }
   cut.round_size = std::max<int64_t>(1, round_bytes / element_bytes());
@@ -279,8 +284,7 @@ bool Operation::peer_staged(int peer) const { return peer == group_.rank() ? sta
 
 const uint8_t* Operation::source(int peer, int64_t round, int64_t begin) const {
   const int64_t bytes = element_bytes();
-  const bool scatters = request_.call.kind == OpKind::kReduceScatter;
-  const int64_t share = scatters ? group_.rank() : 0;
+  const int64_t share = scatters(request_.call.kind) ? group_.rank() : 0;
   ControlBlock& control = *group_.peers[peer].control;
   if (inline_) return control.payload[number_ % kMaxInFlight] + share * request_.call.size_bytes + begin * bytes;
   if (peer_staged(peer)) return control.staging[round % 2] + (share * cut_.round_size + begin) * bytes;
@@ -343,7 +347,8 @@ void Operation::gather(const Step& step, int64_t begin, int64_t size) {
   const int64_t at = step.round * cut_.round_size + begin;
   for (int p = 0; p < group_.world_size(); ++p) {
     uint8_t* out = request_.out + p * request_.call.size_bytes + at;
-    const uint8_t* in = p == group_.rank() ? request_.in + at : source(p, step.round, begin);
+    const int64_t own_share = scatters(request_.call.kind) ? p * request_.call.size_bytes : 0;
+    const uint8_t* in = p == group_.rank() ? request_.in + own_share + at : source(p, step.round, begin);
     copy_bytes(out, in, size, streams_);
   }
 }
@@ -352,7 +357,7 @@ void Operation::copy_in(int64_t round) {
   const int64_t bytes = element_bytes();
   const int64_t size = cut_.size_of_round(round) * bytes;
   const int64_t stride = cut_.round_size * bytes;
-  const int shares = request_.call.kind == OpKind::kReduceScatter ? group_.world_size() : 1;
+  const int shares = scatters(request_.call.kind) ? group_.world_size() : 1;
   for (int share = 0; share < shares; ++share) {
     std::memcpy(group_.own().staging[round % 2] + share * stride,
                 request_.in + share * request_.call.size_bytes + round * stride, static_cast<size_t>(size));

@@ -47,69 +47,132 @@ int64_t stream_from(int world_size) {
 }
 
 // Fixed when the communicator is made: the order of a sum may depend on nothing that is timed during a run.
-Result<TuningTable> choose_tuning(const CommConfig& config, int world_size) {
+Result<TuningTable> choose_tuning(const CommConfig& config, int group_size, int world_size) {
   KTG_ASSIGN_OR_RETURN(Algorithm algorithm, parse_algorithm(config.algorithm));
-  if (algorithm == Algorithm::kAuto && !config.tuning_file.empty() && world_size > 1) {
+  if (algorithm == Algorithm::kAuto && !config.tuning_file.empty() && group_size > 1) {
     KTG_ASSIGN_OR_RETURN(TuningTable table, TuningTable::load_file(config.tuning_file));
-    if (table.world_size == world_size) {
+    if (table.world_size == group_size) {
       for (TuningRow& row : table.rows) {
         if (config.chunk_bytes != 0) row.chunk_bytes = config.chunk_bytes;
       }
       return table;
     }
-    log().warn("comm.tuning_file = \"{}\" was measured with {} ranks, this world has {}: the built-in rules are used",
-               config.tuning_file, table.world_size, world_size);
+    if (group_size == world_size) {
+      log().warn("comm.tuning_file = \"{}\" was measured with {} ranks, this world has {}: the built-in rules are used",
+                 config.tuning_file, table.world_size, world_size);
+    }
   }
   // Direct is ahead at every size and world size measured in experiments/collectives.
-  if (algorithm == Algorithm::kAuto || world_size == 1) algorithm = Algorithm::kDirect;
-  return TuningTable{.world_size = world_size,
+  if (algorithm == Algorithm::kAuto || group_size == 1) algorithm = Algorithm::kDirect;
+  return TuningTable{.world_size = group_size,
                      .rows = {{.max_bytes = std::numeric_limits<int64_t>::max(),
                                .algorithm = algorithm,
                                .chunk_bytes = config.chunk_bytes}}};
 }
 
-}  // namespace
-
-Result<std::unique_ptr<Communicator>> PeerCommunicator::create(const Membership& membership,
-                                                               std::vector<PeerMemory> peers, const CommConfig& config,
-                                                               StopToken stop, std::shared_ptr<void> keep_alive) {
-  KTG_RETURN_IF_ERROR(config.validate());
-  const auto outside = [&](const char* what, int64_t value, int64_t lowest, int64_t highest) {
-    return invalid_argument(std::string(what) + " " + std::to_string(value) + " is outside [" + std::to_string(lowest) +
-                            ", " + std::to_string(highest) + "]");
-  };
-  if (membership.world_size < 1 || membership.world_size > kMaxWorldSize) {
-    return outside("world_size", membership.world_size, 1, kMaxWorldSize);
-  }
-  if (membership.rank < 0 || membership.rank >= membership.world_size) {
-    return outside("rank", membership.rank, 0, membership.world_size - 1);
-  }
-  if (membership.generation < 0 || membership.generation > kMaxGeneration) {
-    return outside("generation", membership.generation, 0, kMaxGeneration);
-  }
-  if (static_cast<int>(peers.size()) != membership.world_size) {
-    return invalid_argument("memory of " + std::to_string(peers.size()) + " ranks for a world of " +
-                            std::to_string(membership.world_size));
-  }
-  PeerGroup group{.membership = membership,
-                  .peers = std::move(peers),
-                  .max_inline_bytes = kPayloadBytes,
-                  .stream_bytes = stream_from(membership.world_size)};
-  KTG_ASSIGN_OR_RETURN(TuningTable tuning, choose_tuning(config, membership.world_size));
-  return std::unique_ptr<Communicator>(
-      new PeerCommunicator(std::move(group), config, std::move(tuning), stop, std::move(keep_alive)));
+Status outside(const char* what, int64_t value, int64_t lowest, int64_t highest) {
+  return invalid_argument(std::string(what) + " " + std::to_string(value) + " is outside [" + std::to_string(lowest) +
+                          ", " + std::to_string(highest) + "]");
 }
 
-PeerCommunicator::PeerCommunicator(PeerGroup group, const CommConfig& config, TuningTable tuning, StopToken stop,
-                                   std::shared_ptr<void> keep_alive)
+Status check_world(const PeerWorld& world) {
+  const Membership& m = world.membership;
+  if (m.world_size < 1 || m.world_size > kMaxWorldSize) return outside("world_size", m.world_size, 1, kMaxWorldSize);
+  if (m.rank < 0 || m.rank >= m.world_size) return outside("rank", m.rank, 0, m.world_size - 1);
+  if (m.generation < 0 || m.generation > kMaxGeneration) return outside("generation", m.generation, 0, kMaxGeneration);
+  KTG_CHECK(!world.memory.empty());
+  for (const std::vector<PeerMemory>& channel : world.memory) {
+    if (static_cast<int>(channel.size()) == m.world_size) continue;
+    return invalid_argument("memory of " + std::to_string(channel.size()) + " ranks for a world of " +
+                            std::to_string(m.world_size));
+  }
+  return ok_status();
+}
+
+std::string describe(const Group& group) {
+  std::string text = "the group of ranks";
+  for (const int r : group.ranks) text.append(" ").append(std::to_string(r));
+  return text.append(" on channel ").append(std::to_string(group.channel));
+}
+
+Status check_groups(const PeerWorld& world, std::span<const Group> groups) {
+  const Membership& m = world.membership;
+  uint64_t channels = 0;
+  for (const Group& group : groups) {
+    const auto wrong = [&](const std::string& why) { return invalid_argument(describe(group) + ": " + why); };
+    if (group.channel < 0 || group.channel >= static_cast<int>(world.memory.size())) {
+      return wrong("the memory has " + std::to_string(world.memory.size()) + " channels");
+    }
+    if ((channels >> group.channel & 1) != 0) return wrong("this rank has another group there");
+    channels |= uint64_t{1} << group.channel;
+    for (size_t i = 0; i < group.ranks.size(); ++i) {
+      const int r = group.ranks[i];
+      if (r < 0 || r >= m.world_size) return wrong("ranks are 0 to " + std::to_string(m.world_size - 1));
+      if (i > 0 && group.ranks[i - 1] >= r) return wrong("ranks must ascend");
+    }
+    if (std::find(group.ranks.begin(), group.ranks.end(), m.rank) == group.ranks.end()) {
+      return wrong("rank " + std::to_string(m.rank) + " is not in it");
+    }
+  }
+  return ok_status();
+}
+
+PeerGroup view_of(const PeerWorld& world, const Group& group) {
+  const int size = static_cast<int>(group.ranks.size());
+  const auto place = std::find(group.ranks.begin(), group.ranks.end(), world.membership.rank) - group.ranks.begin();
+  PeerGroup view{
+      .membership = {.generation = world.membership.generation, .rank = static_cast<int>(place), .world_size = size},
+      .peers = {},
+      .ranks = group.ranks,
+      .everyone = {},
+      .max_inline_bytes = kPayloadBytes,
+      .stream_bytes = stream_from(world.membership.world_size)};
+  for (const int r : group.ranks) view.peers.push_back(world.memory[group.channel][r]);
+  for (const PeerMemory& rank : world.memory[0]) view.everyone.push_back(rank.control);
+  return view;
+}
+
+}  // namespace
+
+Result<std::vector<std::unique_ptr<Communicator>>> PeerCommunicator::create(const PeerWorld& world,
+                                                                            std::span<const Group> groups,
+                                                                            const CommConfig& config, StopToken stop) {
+  KTG_RETURN_IF_ERROR(config.validate());
+  KTG_RETURN_IF_ERROR(check_world(world));
+  KTG_RETURN_IF_ERROR(check_groups(world, groups));
+  std::shared_ptr<PeerSet> set;
+  std::vector<std::unique_ptr<Communicator>> all;
+  for (const Group& group : groups) {
+    const int size = static_cast<int>(group.ranks.size());
+    KTG_ASSIGN_OR_RETURN(TuningTable tuning, choose_tuning(config, size, world.membership.world_size));
+    PeerGroup view = view_of(world, group);
+    if (set == nullptr) {
+      publish_cpus(view);
+      set = std::make_shared<PeerSet>(view, stop);
+    }
+    all.emplace_back(new PeerCommunicator(std::move(view), config, std::move(tuning), set, world.keep_alive));
+  }
+  return all;
+}
+
+Result<std::unique_ptr<Communicator>> PeerCommunicator::create(const PeerWorld& world, const CommConfig& config,
+                                                               StopToken stop) {
+  KTG_RETURN_IF_ERROR(check_world(world));
+  Group everyone;
+  for (int r = 0; r < world.membership.world_size; ++r) everyone.ranks.push_back(r);
+  KTG_ASSIGN_OR_RETURN(auto made, create(world, std::span(&everyone, 1), config, stop));
+  return std::move(made.front());
+}
+
+PeerCommunicator::PeerCommunicator(PeerGroup group, const CommConfig& config, TuningTable tuning,
+                                   std::shared_ptr<PeerSet> set, std::shared_ptr<void> keep_alive)
     : group_(std::move(group)),
       config_(config),
       tuning_(std::move(tuning)),
-      stop_(stop),
+      set_(std::move(set)),
       keep_alive_(std::move(keep_alive)),
       self_(std::make_shared<PeerCommunicator*>(this)) {
-  publish_cpus(group_);
-  policy_ = WaitPolicy::for_group(group_);
+  set_->add(this);
 }
 
 PeerCommunicator::~PeerCommunicator() {
@@ -117,14 +180,15 @@ PeerCommunicator::~PeerCommunicator() {
   if (!queue_.empty()) {
     [[maybe_unused]] Status ignored = fail(aborted("the communicator ended with calls in flight"));
   }
+  set_->remove(this);
   *self_ = nullptr;
 }
 
 Result<std::shared_ptr<Operation>> PeerCommunicator::enqueue(Request request) {
-  if (failed_.load(std::memory_order_acquire)) return status();
+  if (set_->failed()) return status();
   auto operation = std::make_shared<Operation>(group_, std::move(request), ++last_number_);
   queue_.push_back(operation);
-  auto moved = progress();
+  auto moved = set_->progress();
   if (!moved.ok()) return moved.status();
   return operation;
 }
@@ -190,6 +254,15 @@ Result<WorkPtr> PeerCommunicator::all_gather(void* out, const void* in, int64_t 
   return submit(std::move(r));
 }
 
+Result<WorkPtr> PeerCommunicator::all_to_all(void* out, const void* in, int64_t size_bytes, Stream&) {
+  if (size_bytes < 0) return bad_size("all_to_all size_bytes", size_bytes);
+  Request r;
+  r.call = {.kind = OpKind::kAllToAll, .size_bytes = size_bytes};
+  r.in = static_cast<const uint8_t*>(in);
+  r.out = static_cast<uint8_t*>(out);
+  return submit(std::move(r));
+}
+
 Result<WorkPtr> PeerCommunicator::broadcast(void* x, int64_t size_bytes, int root, Stream&) {
   if (size_bytes < 0) return bad_size("broadcast size_bytes", size_bytes);
   if (root < 0 || root >= world_size()) return invalid_argument("broadcast root " + std::to_string(root));
@@ -238,7 +311,6 @@ bool PeerCommunicator::may_post(const Operation& operation) {
 }
 
 Result<bool> PeerCommunicator::progress() {
-  KTG_RETURN_IF_ERROR(interrupted(false, Deadline::never(), {}));
   bool moved = false;
   bool all_before_done = true;
   for (size_t i = 0; i < queue_.size();) {
@@ -261,7 +333,7 @@ Result<bool> PeerCommunicator::progress() {
     slot_ticks_[operation.number() % kMaxInFlight] += operation.ticks();
     publish(group_, group_.own().completed.stamp, make_stamp(membership().generation, operation.number()));
     // By now every rank has said where it runs.
-    if (operation.number() == 1) policy_ = WaitPolicy::for_group(group_);
+    if (operation.number() == 1) set_->refresh_policy(group_);
     queue_.pop_front();
     moved = true;
   }
@@ -273,7 +345,7 @@ const Missing& PeerCommunicator::missing() const {
 }
 
 Result<bool> PeerCommunicator::poll(const Operation& operation) {
-  auto moved = progress();
+  auto moved = set_->progress();
   if (operation.complete) return true;
   if (!moved.ok()) return moved.status();
   return false;
@@ -282,53 +354,25 @@ Result<bool> PeerCommunicator::poll(const Operation& operation) {
 Status PeerCommunicator::wait(const Operation& operation, Deadline deadline) {
   const TimePoint began = MonotonicClock::now();
   const Deadline limit = Deadline::at(std::min(deadline.when(), began + std::chrono::milliseconds(config_.timeout_ms)));
-  const auto ask = [&](bool slow) { return interrupted(slow, limit, began); };
+  const auto late = [&] {
+    const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(MonotonicClock::now() - began);
+    return fail(deadline_exceeded("rank " + std::to_string(group_.own_global()) + " generation " +
+                                  std::to_string(membership().generation) + ": " + queue_.front()->description() +
+                                  " waited " + std::to_string(waited.count()) + " ms for rank " +
+                                  std::to_string(group_.global(first_missing(group_, missing())))));
+  };
   while (true) {
-    auto moved = progress();
+    auto moved = set_->progress();
     if (operation.complete) return ok_status();
     if (!moved.ok()) return moved.status();
     if (moved.value()) continue;
-    KTG_RETURN_IF_ERROR(wait_for(group_, missing(), policy_, ask));
+    KTG_RETURN_IF_ERROR(set_->wait(limit, late));
   }
-}
-
-Status PeerCommunicator::interrupted(bool slow, Deadline deadline, TimePoint began) {
-  if (failed_.load(std::memory_order_acquire)) return status();
-  if (stop_.requested()) {
-    return fail(aborted("generation " + std::to_string(membership().generation) + " is over"));
-  }
-  if (!slow) return ok_status();
-  for (int p = 0; p < world_size(); ++p) {
-    const uint64_t stamp = group_.peers[p].control->failed.stamp.load(std::memory_order_acquire);
-    if (generation_of(stamp) != membership().generation || count_of(stamp) == 0) continue;
-    const FailureNote note = read_failure(stamp);
-    return fail(aborted("rank " + std::to_string(note.origin) + " gave up generation " +
-                        std::to_string(membership().generation) + ": " + std::string(to_string(note.cause))),
-                note.cause, note.origin);
-  }
-  if (!deadline.passed()) return ok_status();
-  const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(MonotonicClock::now() - began);
-  const Operation& first = *queue_.front();
-  return fail(deadline_exceeded("rank " + std::to_string(rank()) + " generation " +
-                                std::to_string(membership().generation) + ": " + first.description() + " waited " +
-                                std::to_string(waited.count()) + " ms for rank " +
-                                std::to_string(first_missing(group_, missing()))));
 }
 
 Status PeerCommunicator::fail(Status why) {
   const StatusCode cause = why.code();
-  return fail(std::move(why), cause, rank());
-}
-
-Status PeerCommunicator::fail(Status why, StatusCode cause, int origin) {
-  std::lock_guard lock(status_mutex_);
-  if (status_.ok()) {
-    status_ = std::move(why);
-    failed_.store(true, std::memory_order_release);
-    publish(group_, group_.own().failed.stamp,
-            failure_stamp(membership().generation, {.cause = cause, .origin = origin}));
-  }
-  return status_;
+  return set_->fail(std::move(why), {.cause = cause, .origin = group_.own_global()});
 }
 
 void PeerCommunicator::abort(Status why) {
@@ -337,9 +381,6 @@ void PeerCommunicator::abort(Status why) {
   wake(group_, rank());
 }
 
-Status PeerCommunicator::status() const {
-  std::lock_guard lock(status_mutex_);
-  return status_;
-}
+Status PeerCommunicator::status() const { return set_->status(); }
 
 }  // namespace kintsugi::comm

@@ -5,25 +5,33 @@
 // every rank of the old generation has stopped or died, since a rank that still runs may write into its peers' buffers.
 #pragma once
 
-#include <atomic>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "comm/communicator.h"
 #include "comm/peer/operation.h"
-#include "comm/peer/wait.h"
+#include "comm/peer/peer_set.h"
 #include "comm/tuning.h"
 
 namespace kintsugi::comm {
 
+// All that ranks show each other: memory[channel][rank of the generation]. `keep_alive` owns it, where nothing else
+// does.
+struct PeerWorld {
+  Membership membership;
+  std::vector<std::vector<PeerMemory>> memory;
+  std::shared_ptr<void> keep_alive;
+};
+
 class PeerCommunicator final : public Communicator {
  public:
-  // `keep_alive` owns the memory behind `peers`, where nothing else does.
-  static Result<std::unique_ptr<Communicator>> create(const Membership& membership, std::vector<PeerMemory> peers,
-                                                      const CommConfig& config, StopToken stop,
-                                                      std::shared_ptr<void> keep_alive);
+  // One for each of `groups`, which share a PeerSet.
+  static Result<std::vector<std::unique_ptr<Communicator>>> create(const PeerWorld& world,
+                                                                   std::span<const Group> groups,
+                                                                   const CommConfig& config, StopToken stop);
+  // The same for the group of all ranks on channel 0.
+  static Result<std::unique_ptr<Communicator>> create(const PeerWorld& world, const CommConfig& config, StopToken stop);
   ~PeerCommunicator() override;
 
   const Membership& membership() const override { return group_.membership; }
@@ -32,6 +40,7 @@ class PeerCommunicator final : public Communicator {
                                    Stream& stream) override;
   Result<WorkPtr> reduce_scatter(float* out, const float* in, int64_t count, Stream& stream) override;
   Result<WorkPtr> all_gather(void* out, const void* in, int64_t size_bytes, Stream& stream) override;
+  Result<WorkPtr> all_to_all(void* out, const void* in, int64_t size_bytes, Stream& stream) override;
   Result<WorkPtr> broadcast(void* x, int64_t size_bytes, int root, Stream& stream) override;
   Result<WorkPtr> fetch(void* x, int64_t size_bytes, int source, bool receive, Stream& stream) override;
   Status barrier(Deadline deadline) override;
@@ -42,26 +51,27 @@ class PeerCommunicator final : public Communicator {
   Result<bool> poll(const Operation& operation);
   Status wait(const Operation& operation, Deadline deadline);
 
- private:
-  PeerCommunicator(PeerGroup group, const CommConfig& config, TuningTable tuning, StopToken stop,
-                   std::shared_ptr<void> keep_alive);
-  Result<std::shared_ptr<Operation>> enqueue(Request request);
-  Result<WorkPtr> submit(Request request);
-  bool may_post(const Operation& operation);
+  // For PeerSet.
+  const PeerGroup& group() const { return group_; }
+  bool idle() const { return queue_.empty(); }
   // What the first call in the queue waits for.
   const Missing& missing() const;
   // Carries every queued call as far as it goes now; true when anything moved.
   Result<bool> progress();
-  Status interrupted(bool slow, Deadline deadline, TimePoint began);
-  // Keeps the first error and tells the peers: its code, and which rank it began with.
+
+ private:
+  PeerCommunicator(PeerGroup group, const CommConfig& config, TuningTable tuning, std::shared_ptr<PeerSet> set,
+                   std::shared_ptr<void> keep_alive);
+  Result<std::shared_ptr<Operation>> enqueue(Request request);
+  Result<WorkPtr> submit(Request request);
+  bool may_post(const Operation& operation);
+  // Keeps the first error and tells the peers: its code, and that it began with this rank.
   Status fail(Status why);
-  Status fail(Status why, StatusCode cause, int origin);
 
   PeerGroup group_;
   const CommConfig config_;
   const TuningTable tuning_;  // one row when the configuration names an algorithm
-  const StopToken stop_;
-  WaitPolicy policy_;
+  const std::shared_ptr<PeerSet> set_;
   const std::shared_ptr<void> keep_alive_;
   std::shared_ptr<PeerCommunicator*> self_;  // shared with Work, which may outlive the communicator; null afterwards
 
@@ -70,10 +80,6 @@ class PeerCommunicator final : public Communicator {
   int64_t slot_ticks_[kMaxInFlight] = {};
   int64_t all_completed_ = 0;  // every peer was seen to have completed so many calls
   Missing post_missing_;       // what keeps the first unposted call from being posted
-
-  std::atomic<bool> failed_{false};
-  mutable std::mutex status_mutex_;
-  Status status_;
 };
 
 }  // namespace kintsugi::comm

@@ -32,8 +32,7 @@ void futex_wake(std::atomic<uint32_t>& word, uint32_t bits) {
   ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_BITSET, INT_MAX, nullptr, nullptr, bits);
 }
 
-// All ranks sleep on one word, that of rank 0.
-std::atomic<uint32_t>& bell_of(const PeerGroup& group) { return group.peers[0].control->bell; }
+std::atomic<uint32_t>& bell_of(const PeerGroup& group) { return group.everyone[0]->bell; }
 
 constexpr Duration kYieldThatGave = std::chrono::nanoseconds(1500);
 
@@ -42,7 +41,7 @@ int usable_cores(const PeerGroup& group) {
   int count = 0;
   for (int word = 0; word < kMaxCpus / 64; ++word) {
     uint64_t cpus = 0;
-    for (const PeerMemory& peer : group.peers) cpus |= peer.control->cpus[word].load(std::memory_order_relaxed);
+    for (const ControlBlock* rank : group.everyone) cpus |= rank->cpus[word].load(std::memory_order_relaxed);
     count += std::popcount(cpus);
   }
   return count;
@@ -51,6 +50,14 @@ int usable_cores(const PeerGroup& group) {
 const std::atomic<uint64_t>& word_at(const PeerGroup& group, int rank, uint32_t offset) {
   const auto* block = reinterpret_cast<const uint8_t*>(group.peers[rank].control);
   return *reinterpret_cast<const std::atomic<uint64_t>*>(block + offset);
+}
+
+void fall_asleep(const PeerGroup& group, const Missing& missing) {
+  Sleeper& own = group.own().sleeper;
+  own.peers.store(missing.peers, std::memory_order_seq_cst);
+  own.offset.store(missing.offset, std::memory_order_seq_cst);
+  own.stamp.store(missing.stamp, std::memory_order_seq_cst);
+  own.asleep.store(1, std::memory_order_seq_cst);
 }
 
 // True when the sleeper's wait is over. What it says may be torn, or left by a process that is gone: then a wake-up for
@@ -91,7 +98,7 @@ bool is_over(const PeerGroup& group, const Missing& missing) { return first_miss
 // by 3 to 5 times in latency; where they do not, each microsecond of them is taken from a rank that works.
 WaitPolicy WaitPolicy::for_group(const PeerGroup& group) {
   using std::chrono::microseconds;
-  const bool crowded = group.world_size() > usable_cores(group);
+  const bool crowded = static_cast<int>(group.everyone.size()) > usable_cores(group);
   return {.spins = crowded ? 2 : 300,
           .yield_for = microseconds(crowded ? 100 : 500),
           .idle_for = microseconds(crowded ? 3 : 200),
@@ -106,7 +113,7 @@ void publish_cpus(const PeerGroup& group) {
   for (int word = 0; word < kMaxCpus / 64; ++word) {
     uint64_t cpus = 0;
     for (int bit = 0; bit < 64; ++bit) cpus |= static_cast<uint64_t>(CPU_ISSET(word * 64 + bit, &set)) << bit;
-    group.own().cpus[word].store(cpus, std::memory_order_relaxed);
+    group.everyone[group.own_global()]->cpus[word].store(cpus, std::memory_order_relaxed);
   }
 }
 
@@ -121,7 +128,7 @@ void publish(const PeerGroup& group, std::atomic<uint64_t>& word, uint64_t stamp
     if (r == group.rank() || sleeper.asleep.load(std::memory_order_seq_cst) == 0) continue;
     if (!should_wake(group, sleeper)) continue;
     sleeper.asleep.store(0, std::memory_order_seq_cst);
-    bits |= bit_of(r);
+    bits |= bit_of(group.global(r));
   }
   if (bits == 0) return;
   bell_of(group).fetch_add(1, std::memory_order_seq_cst);
@@ -130,13 +137,16 @@ void publish(const PeerGroup& group, std::atomic<uint64_t>& word, uint64_t stamp
 
 void wake(const PeerGroup& group, int r) {
   bell_of(group).fetch_add(1, std::memory_order_seq_cst);
-  futex_wake(bell_of(group), bit_of(r));
+  futex_wake(bell_of(group), bit_of(group.global(r)));
 }
 
-Status wait_for(const PeerGroup& group, const Missing& missing, const WaitPolicy& policy,
-                const std::function<Status(bool slow)>& interrupted) {
+Status wait_for_any(std::span<const Awaited> awaited, const WaitPolicy& policy,
+                    const std::function<Status(bool slow)>& interrupted) {
+  const auto any_over = [&] {
+    return std::any_of(awaited.begin(), awaited.end(), [](const Awaited& a) { return is_over(*a.group, a.missing); });
+  };
   for (int i = 0; i < policy.spins; ++i) {
-    if (is_over(group, missing)) return ok_status();
+    if (any_over()) return ok_status();
     _mm_pause();
   }
   // A yield that comes back at once found nobody to run: everybody else works on another core, or belongs to another
@@ -145,27 +155,25 @@ Status wait_for(const PeerGroup& group, const Missing& missing, const WaitPolicy
   const TimePoint yields_end = now + policy.yield_for;
   TimePoint idle_since = now;
   for (int i = 1; now < yields_end && now - idle_since <= policy.idle_for; ++i) {
-    if (is_over(group, missing)) return ok_status();
+    if (any_over()) return ok_status();
     KTG_RETURN_IF_ERROR(interrupted(i % 16 == 0));
     ::sched_yield();
     const TimePoint after = MonotonicClock::now();
     if (after - now > kYieldThatGave) idle_since = after;
     now = after;
   }
-  Sleeper& own = group.own().sleeper;
+  const PeerGroup& group = *awaited[0].group;
+  std::atomic<uint32_t>& bell = bell_of(group);
   for (Duration sleep = policy.first_sleep;; sleep = std::min(2 * sleep, policy.longest_sleep)) {
-    const uint32_t seen = bell_of(group).load(std::memory_order_seq_cst);
-    own.peers.store(missing.peers, std::memory_order_seq_cst);
-    own.offset.store(missing.offset, std::memory_order_seq_cst);
-    own.stamp.store(missing.stamp, std::memory_order_seq_cst);
-    own.asleep.store(1, std::memory_order_seq_cst);
+    const uint32_t seen = bell.load(std::memory_order_seq_cst);
+    for (const Awaited& a : awaited) fall_asleep(*a.group, a.missing);
     Status status = ok_status();
-    const bool over = is_over(group, missing);
+    const bool over = any_over();
     if (!over) status = interrupted(true);
-    if (!over && status.ok()) futex_wait(bell_of(group), seen, group.rank(), sleep);
-    own.asleep.store(0, std::memory_order_seq_cst);
+    if (!over && status.ok()) futex_wait(bell, seen, group.own_global(), sleep);
+    for (const Awaited& a : awaited) a.group->own().sleeper.asleep.store(0, std::memory_order_seq_cst);
     if (!status.ok()) return status;
-    if (over || is_over(group, missing)) return ok_status();
+    if (over || any_over()) return ok_status();
   }
 }
 

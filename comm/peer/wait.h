@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <functional>
+#include <span>
 
 #include "comm/peer/layout.h"
 #include "runtime/base/deadline.h"
@@ -31,8 +32,14 @@ struct WaitPolicy {
   Duration idle_for{};       // or until yields have found nobody to run for this long
   Duration first_sleep{};    // then sleep until woken, but look at stop words after this long; twice as long each time,
   Duration longest_sleep{};  // up to this
-  // For the ranks on the cores that they said they may use.
+  // For all ranks of the generation on the cores that they said they may use.
   static WaitPolicy for_group(const PeerGroup& group);
+};
+
+// One of the things for which a rank waits at the same time.
+struct Awaited {
+  const PeerGroup* group = nullptr;
+  Missing missing;
 };
 
 // Says on which CPUs this rank may run.
@@ -43,9 +50,9 @@ void publish(const PeerGroup& group, std::atomic<uint64_t>& word, uint64_t stamp
 // Wakes rank `r` for a look around, whatever it waits for.
 void wake(const PeerGroup& group, int r);
 
-// Returns once the wait is over, or with the error of `interrupted`, which is asked between looks (often, so it must be
-// cheap; `slow` asks for its dearer checks too).
-Status wait_for(const PeerGroup& group, const Missing& missing, const WaitPolicy& policy,
-                const std::function<Status(bool slow)>& interrupted);
+// Returns once one of the waits is over, or with the error of `interrupted`, which is asked between looks (often, so it
+// must be cheap; `slow` asks for its dearer checks too). At least one; all of one rank.
+Status wait_for_any(std::span<const Awaited> awaited, const WaitPolicy& policy,
+                    const std::function<Status(bool slow)>& interrupted);
 
 }  // namespace kintsugi::comm

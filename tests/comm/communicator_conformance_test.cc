@@ -31,6 +31,22 @@ TEST_P(CommunicatorTest, Conforms) {
   world.run_seats(1, config_of(setup), suite_case.body);
 }
 
+class GroupsTest : public testing::TestWithParam<std::tuple<Setup, SuiteCase>> {};
+
+TEST_P(GroupsTest, Conforms) {
+  const auto& [setup, suite_case] = GetParam();
+  RankWorld world(setup.backend, setup.world_size, 2 * kCaseHeapBytes);
+  world.run_group_seats(1, config_of(setup), suite_case.body);
+}
+
+std::vector<Setup> group_setups() {
+  std::vector<Setup> all;
+  for (int n : {2, 3, 4, 8}) all.push_back({BackendKind::kLocal, n, "direct"});
+  for (int n : {3, 8}) all.push_back({BackendKind::kHost, n, "direct"});
+  for (const char* algorithm : {"ring", "tree"}) all.push_back({BackendKind::kLocal, 5, algorithm});
+  return all;
+}
+
 class GenerationsTest : public testing::TestWithParam<Setup> {};
 
 TEST_P(GenerationsTest, EveryGenerationSumsToTheSameBits) {
@@ -71,6 +87,13 @@ std::string name_of_setup(const Setup& setup) {
 const auto kCases = testing::ValuesIn(communicator_suite().begin(), communicator_suite().end());
 
 INSTANTIATE_TEST_SUITE_P(Backends, CommunicatorTest, testing::Combine(testing::ValuesIn(setups()), kCases),
+                         [](const auto& parameters) {
+                           return name_of_setup(std::get<0>(parameters.param)) + "_" +
+                                  std::get<1>(parameters.param).name;
+                         });
+INSTANTIATE_TEST_SUITE_P(Backends, GroupsTest,
+                         testing::Combine(testing::ValuesIn(group_setups()),
+                                          testing::ValuesIn(group_suite().begin(), group_suite().end())),
                          [](const auto& parameters) {
                            return name_of_setup(std::get<0>(parameters.param)) + "_" +
                                   std::get<1>(parameters.param).name;

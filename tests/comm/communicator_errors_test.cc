@@ -40,6 +40,8 @@ const NamedCall kCalls[] = {
      [](Communicator& c, float* x, float* big) { return end(c.reduce_scatter(x, big, kCount, g_stream)); }},
     {"all_gather",
      [](Communicator& c, float* x, float* big) { return end(c.all_gather(big, x, kCount * 4, g_stream)); }},
+    {"all_to_all",
+     [](Communicator& c, float* x, float* big) { return end(c.all_to_all(big, x, kCount * 4 / kRanks, g_stream)); }},
     {"broadcast", [](Communicator& c, float* x, float*) { return end(c.broadcast(x, kCount * 4, 0, g_stream)); }},
     {"fetch", [](Communicator& c, float* x, float*) { return end(c.fetch(x, kCount * 4, 0, true, g_stream)); }},
     {"barrier", [](Communicator& c, float*, float*) { return c.barrier(soon()); }},
@@ -217,7 +219,7 @@ TEST(HostCommunicatorTest, LeftoversOfOlderGenerationsAreIgnoredWhateverTheySay)
   for (int64_t generation = 5; generation < 25; ++generation) {
     const auto old_stamp = [&] { return make_stamp(static_cast<int64_t>(random() % generation), random() % 100); };
     for (const auto& segment : maps) {
-      ControlBlock& control = segment->control();
+      ControlBlock& control = segment->control(0);
       control.completed.stamp = old_stamp();
       control.failed.stamp = old_stamp();
       control.sleeper.asleep = static_cast<uint32_t>(random());
@@ -270,6 +272,50 @@ TEST(HostCommunicatorTest, SixtyFourRanksAgree) {
       EXPECT_EQ(std::count(x.begin(), x.end(), static_cast<float>(kMany)), 5000) << algorithm;
     });
   }
+}
+
+// Rank 3 gives up on a communicator that it shares with rank 1 alone; ranks 0 and 2 wait on others.
+TEST_P(CommunicatorErrorsTest, ARankThatGivesUpOnOneCommunicatorEndsAllOfThem) {
+  world_.begin(1);
+  std::vector<std::vector<std::unique_ptr<Communicator>>> comms;
+  for (int r = 0; r < kRanks; ++r) comms.push_back(world_.join_groups(r, CommConfig{}));
+  std::vector<std::thread> threads;
+  for (int r = 0; r + 1 < kRanks; ++r) {
+    threads.emplace_back([&, r] {
+      const Status got = comms[r][r % 2]->barrier(soon());
+      EXPECT_EQ(got.code(), StatusCode::kAborted) << got.to_string();
+      EXPECT_THAT(got.message(), HasSubstr("rank 3 gave up generation 1: ABORTED"));
+      for (const auto& comm : comms[r]) EXPECT_EQ(comm->status().message(), got.message());
+    });
+  }
+  comms[kRanks - 1][2]->abort(unavailable("the device is gone"));
+  for (auto& t : threads) t.join();
+  for (const auto& comm : comms[kRanks - 1]) EXPECT_THAT(comm->status().message(), HasSubstr("the device is gone"));
+}
+
+TEST_P(CommunicatorErrorsTest, ALateRankIsNamedByItsNumberInTheWorld) {
+  world_.begin(1);
+  std::vector<std::vector<std::unique_ptr<Communicator>>> comms;
+  for (int r = 0; r < kRanks; ++r) comms.push_back(world_.join_groups(r, CommConfig{}));
+  const Status got = comms[1][2]->barrier(Deadline::after(milliseconds(50)));  // among 1 and 3, where 3 is the second
+  EXPECT_EQ(got.code(), StatusCode::kDeadlineExceeded) << got.to_string();
+  EXPECT_THAT(got.message(), AllOf(HasSubstr("rank 1 generation 1: barrier"), HasSubstr("for rank 3")));
+}
+
+TEST(CommunicatorSetUpTest, GroupsThatCannotBeAreNamed) {
+  const auto world = LocalWorld::create(4, 1, {}, /*num_channels=*/2);
+  const auto message = [&](std::vector<Group> groups) {
+    const auto made = world->join(1, groups, CommConfig{}, {});
+    EXPECT_EQ(made.status().code(), StatusCode::kInvalidArgument) << made.status().to_string();
+    return made.status().message();
+  };
+  EXPECT_THAT(message({{{0, 1}, 2}}), HasSubstr("the group of ranks 0 1 on channel 2: the memory has 2 channels"));
+  EXPECT_THAT(message({{{0, 1}, 1}, {{1, 2}, 1}}), HasSubstr("this rank has another group there"));
+  EXPECT_THAT(message({{{1, 4}, 0}}), HasSubstr("ranks are 0 to 3"));
+  EXPECT_THAT(message({{{1, 0}, 0}}), HasSubstr("ranks must ascend"));
+  EXPECT_THAT(message({{{1, 1}, 0}}), HasSubstr("ranks must ascend"));
+  EXPECT_THAT(message({{{0, 2}, 0}}), HasSubstr("rank 1 is not in it"));
+  EXPECT_THAT(message({{{}, 0}}), HasSubstr("rank 1 is not in it"));
 }
 
 TEST(CommunicatorSetUpTest, BadMembershipIsNamed) {

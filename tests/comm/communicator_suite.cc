@@ -2,10 +2,10 @@
 
 #include <bit>
 #include <cstring>
-#include <functional>
 #include <random>
 
 #include "comm/reduction_tree.h"
+#include "tests/comm/suite_data.h"
 
 namespace kintsugi::comm {
 
@@ -43,39 +43,6 @@ Status run_to_end(Result<WorkPtr> work, Seat& seat) {
 }
 
 namespace {
-
-constexpr int64_t kCounts[] = {0, 1, 7, 4097, 140'003};
-constexpr int64_t kMost = 140'003;
-
-float value(int rank, int64_t i) { return static_cast<float>((i * 7 + rank * 13) % 101 - 50); }
-float sum_of_values(int world_size, int64_t i) {
-  float sum = 0;
-  for (int r = 0; r < world_size; ++r) sum += value(r, i);
-  return sum;
-}
-
-std::vector<float> values(int rank, int64_t count, int64_t shift = 0) {
-  std::vector<float> out(count);
-  for (int64_t i = 0; i < count; ++i) out[i] = value(rank, i + shift);
-  return out;
-}
-
-// Says how many elements are wrong, and shows the first few.
-void expect_equal(const std::vector<float>& got, const std::function<float(int64_t)>& want, const std::string& what) {
-  int64_t wrong = 0;
-  std::string shown;
-  for (int64_t i = 0; i < static_cast<int64_t>(got.size()); ++i) {
-    if (std::bit_cast<uint32_t>(got[i]) == std::bit_cast<uint32_t>(want(i)) || got[i] == want(i)) continue;
-    if (++wrong <= 3) {
-      shown += " [" + std::to_string(i) + "] got " + std::to_string(got[i]) + " want " + std::to_string(want(i)) + ";";
-    }
-  }
-  EXPECT_EQ(wrong, 0) << what << ": of " << got.size() << " elements:" << shown;
-}
-
-std::string at(const Seat& seat, int64_t count) {
-  return "rank " + std::to_string(seat.rank()) + " count " + std::to_string(count);
-}
 
 void all_reduce_in_heap(Seat& seat) {
   Floats x(seat, kMost, true);
@@ -148,6 +115,23 @@ void all_gather(Seat& seat) {
       for (int r = 0; r < n; ++r) {
         expect_equal(
             out.read(r * count, count), [&](int64_t i) { return value(r, i); }, at(seat, count));
+      }
+    }
+  }
+}
+
+void all_to_all(Seat& seat) {
+  const int n = seat.world_size();
+  constexpr int64_t kShare = 40'001;
+  Floats registered(seat, kShare * n, true), own(seat, kShare * n, false), out(seat, kShare * n, false);
+  for (Floats* in : {&registered, &own}) {
+    for (int64_t count : {int64_t{0}, int64_t{1}, int64_t{7}, int64_t{4097}, kShare}) {
+      in->write(values(seat.rank(), count * n));
+      out.poison(count * n);
+      EXPECT_OK(run_to_end(seat.comm.all_to_all(out, *in, count * 4, seat.stream), seat));
+      for (int r = 0; r < n; ++r) {
+        const auto want = [&](int64_t i) { return value(r, seat.rank() * count + i); };
+        expect_equal(out.read(r * count, count), want, at(seat, count) + " from " + std::to_string(r));
       }
     }
   }
@@ -321,6 +305,7 @@ std::span<const SuiteCase> communicator_suite() {
       {"RandomFloatsGiveTheSameBitsOnEveryRankAndInEveryRun", random_floats},
       {"ReduceScatterGivesEachRankItsShare", reduce_scatter},
       {"AllGatherBringsEveryShareInRankOrder", all_gather},
+      {"AllToAllBringsEveryRanksShareForThisRank", all_to_all},
       {"BroadcastAndFetchReadTheSource", broadcast_and_fetch},
       {"SeveralFetchesInFlightBringTheSourcesBytes", several_fetches},
       {"NoRankLeavesABarrierBeforeAllHaveEntered", barriers},

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "comm/membership.h"
 #include "runtime/backend.h"
 
 namespace kintsugi::comm {
@@ -30,6 +31,9 @@ struct Seat {
   runtime::Stream& stream;
   SymmetricHeap& heap;
   std::atomic<int64_t>& counter;  // one that all ranks share, processes too; 0 at first
+  // For group_suite(): a communicator of all ranks on a channel of its own, and one of the ranks of the same parity.
+  Communicator* second = nullptr;
+  Communicator* half = nullptr;
   int rank() const { return comm.rank(); }
   int world_size() const { return comm.world_size(); }
 };
@@ -56,6 +60,18 @@ struct SuiteCase {
   void (*body)(Seat&);
 };
 std::span<const SuiteCase> communicator_suite();
+// What several communicators of a rank owe each other (communicator_groups.cc).
+std::span<const SuiteCase> group_suite();
+inline constexpr int kGroupChannels = 3;
+// Those of a Seat, in the order comm, second, half.
+inline std::vector<Group> groups_of_seat(int rank, int world_size) {
+  Group all, same_parity{.ranks = {}, .channel = 2};
+  for (int r = 0; r < world_size; ++r) all.ranks.push_back(r);
+  for (int r = rank % 2; r < world_size; r += 2) same_parity.ranks.push_back(r);
+  Group second = all;
+  second.channel = 1;
+  return {all, second, same_parity};
+}
 // No case takes more of a rank's heap, in worlds of up to 8.
 inline constexpr int64_t kCaseHeapBytes = int64_t{2} << 20;
 

@@ -60,23 +60,30 @@ class GpuRank {
 
   // Joins a generation; the ranks of the one before have left it.
   Status enter(int64_t generation, const CommConfig& config, std::function<void()> before_abort = nullptr) {
-    comm_.reset();
-    control_.reset();
+    return enter_groups(generation, config, std::move(before_abort), 1);
+  }
+  // The same with the communicators of group_suite(), too.
+  Status enter_groups(int64_t generation, const CommConfig& config, std::function<void()> before_abort = nullptr,
+                      int num_groups = kGroupChannels) {
+    leave();
     const StopToken stop(&page_.stop_word, generation);
     stream_->set_stop_token(stop);
-    KTG_ASSIGN_OR_RETURN(control_, create_host_communicator({generation, rank_, world_size_},
-                                                            RankWorld::pointers(segments_), config, stop));
-    KTG_ASSIGN_OR_RETURN(comm_, create_nccl_communicator({.control = control_.get(),
-                                                          .backend = backend_.get(),
-                                                          .heap = heap_.get(),
-                                                          .before_abort = std::move(before_abort)},
-                                                         config, stop, soon()));
+    const std::vector<Group> groups = groups_of_seat(rank_, world_size_);
+    KTG_ASSIGN_OR_RETURN(controls_,
+                         create_host_communicators({generation, rank_, world_size_}, RankWorld::pointers(segments_),
+                                                   std::span(groups).first(num_groups), config, stop));
+    for (const auto& control : controls_) {
+      KTG_ASSIGN_OR_RETURN(
+          comms_.emplace_back(),
+          create_nccl_communicator(
+              {.control = control.get(), .backend = backend_.get(), .heap = heap_.get(), .before_abort = before_abort},
+              config, stop, soon()));
+    }
     return ok_status();
   }
   // Every rank leaves before any goes on; whoever buries a dead one comes in its place.
   void gate(int64_t generation) {
-    comm_.reset();
-    control_.reset();
+    leave();
     page_.arrivals.fetch_add(1);
     const Deadline limit = soon();
     while (page_.arrivals.load() < generation * world_size_) {
@@ -84,21 +91,30 @@ class GpuRank {
       std::this_thread::yield();
     }
   }
-  Seat seat() { return {*comm_, *backend_, *stream_, *heap_, page_.counter}; }
-  Communicator& comm() { return *comm_; }
-  Communicator& control() { return *control_; }
+  Seat seat() {
+    Seat seat{*comms_[0], *backend_, *stream_, *heap_, page_.counter};
+    if (comms_.size() > 1) seat.second = comms_[1].get();
+    if (comms_.size() > 2) seat.half = comms_[2].get();
+    return seat;
+  }
+  Communicator& comm() { return *comms_[0]; }
+  Communicator& control() { return *controls_[0]; }
   runtime::Stream& stream() { return *stream_; }
   int rank() const { return rank_; }
   GpuPage& page() { return page_; }
 
  private:
+  void leave() {
+    comms_.clear();
+    controls_.clear();
+  }
   int rank_, world_size_;
   GpuPage& page_;
   std::unique_ptr<runtime::Backend> backend_;
   std::unique_ptr<DeviceHeap> heap_;
   std::unique_ptr<runtime::Stream> stream_;
   std::vector<std::unique_ptr<SharedSegment>> segments_;
-  std::unique_ptr<Communicator> control_, comm_;
+  std::vector<std::unique_ptr<Communicator>> controls_, comms_;
 };
 
 // The world, in the process that forks.
@@ -109,7 +125,7 @@ class GpuWorld {
     KTG_CHECK(page != MAP_FAILED);
     page_ = new (page) GpuPage;
     for (int r = 0; r < world_size; ++r) {
-      auto fd = SharedSegment::create_fd(1 << 16, world_size, r);
+      auto fd = SharedSegment::create_fd(1 << 16, world_size, r, /*reserve=*/true, kGroupChannels);
       KTG_CHECK(fd.ok()) << fd.status().to_string();
       fds_.push_back(*fd);
     }

@@ -10,14 +10,18 @@ namespace {
 
 class NcclTest : public testing::TestWithParam<int> {};
 
-int64_t suite_heap_bytes() { return kCaseHeapBytes * (static_cast<int64_t>(communicator_suite().size()) + 2); }
+// A heap that no case gives back: room for all of them.
+int64_t heap_bytes_for(std::span<const SuiteCase> cases) {
+  return kCaseHeapBytes * 2 * (static_cast<int64_t>(cases.size()) + 1);
+}
 
-void run_suite(GpuRank& rank, const CommConfig& config) {
+void run_suite(GpuRank& rank, std::span<const SuiteCase> cases, bool groups, const CommConfig& config) {
   int64_t began = monotonic_ns();
-  ASSERT_TRUE(rank.enter(1, config).ok());
+  const Status entered = groups ? rank.enter_groups(1, config) : rank.enter(1, config);
+  ASSERT_TRUE(entered.ok()) << entered.to_string();
   EXPECT_OK(rank.comm().barrier(soon()));
   if (rank.rank() == 0) std::printf("  connected in %.0f ms\n", static_cast<double>(monotonic_ns() - began) / 1e6);
-  for (const SuiteCase& c : communicator_suite()) {
+  for (const SuiteCase& c : cases) {
     began = monotonic_ns();
     SCOPED_TRACE(c.name);
     const bool failed_before = testing::Test::HasFailure();
@@ -36,17 +40,51 @@ void run_suite(GpuRank& rank, const CommConfig& config) {
 }
 
 TEST_P(NcclTest, EveryCaseOfTheSuiteHolds) {
-  GpuWorld world(GetParam(), suite_heap_bytes());
-  world.start_all([&](GpuRank& rank) { run_suite(rank, {}); });
+  GpuWorld world(GetParam(), heap_bytes_for(communicator_suite()));
+  world.start_all([&](GpuRank& rank) { run_suite(rank, communicator_suite(), /*groups=*/false, {}); });
   world.join(std::chrono::seconds(100));
 }
 
+TEST_P(NcclTest, CommunicatorsOfGroupsAndChannelsRunSideBySide) {
+  GpuWorld world(GetParam(), heap_bytes_for(group_suite()));
+  world.start_all([&](GpuRank& rank) {
+    run_suite(rank, group_suite(), /*groups=*/true, {});
+    rank.gate(1);
+    EXPECT_EQ(NcclRegistry::process().size(), 0);
+  });
+  world.join(std::chrono::seconds(60));
+}
+
+TEST(NcclErrorsTest, AnAbortOfOneCommunicatorEndsAllOfTheGeneration) {
+  GpuWorld world(2, kCaseHeapBytes);
+  world.start_all([&](GpuRank& rank) {
+    ASSERT_TRUE(rank.enter_groups(1, {}).ok());
+    Seat seat = rank.seat();
+    Floats x(seat, 64, true);
+    EXPECT_OK(run_to_end(seat.second->all_reduce(x, 64, rank.stream()), seat));
+    if (rank.rank() == 1) {
+      const Deadline away = soon();
+      while (rank.page().counter.load() == 0 && !away.passed()) ::usleep(1000);
+      return;
+    }
+    // Rank 1 stays away from both.
+    EXPECT_TRUE(seat.comm.all_reduce(x, 32, rank.stream()).ok());
+    EXPECT_TRUE(seat.second->all_reduce(x + 32, 32, rank.stream()).ok());
+    seat.comm.abort(aborted("enough"));
+    EXPECT_EQ(seat.comm.status().code(), StatusCode::kAborted);
+    EXPECT_EQ(seat.second->status().code(), StatusCode::kAborted);
+    EXPECT_OK(rank.stream().synchronize(soon()));
+    rank.page().counter = 1;
+  });
+  world.join(std::chrono::seconds(40));
+}
+
 TEST(NcclQueueTest, EveryCaseHoldsWhenOneCollectiveIsQueuedAtATime) {
-  GpuWorld world(2, suite_heap_bytes());
+  GpuWorld world(2, heap_bytes_for(communicator_suite()));
   world.start_all([&](GpuRank& rank) {
     CommConfig config;
     config.max_queued = 1;
-    run_suite(rank, config);
+    run_suite(rank, communicator_suite(), /*groups=*/false, config);
   });
   world.join(std::chrono::seconds(60));
 }

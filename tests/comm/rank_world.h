@@ -55,7 +55,7 @@ class RankWorld {
         local_heaps_.push_back(LocalWorld::create_heap(heap_bytes));
         continue;
       }
-      auto fd = SharedSegment::create_fd(heap_bytes, world_size, r);
+      auto fd = SharedSegment::create_fd(heap_bytes, world_size, r, /*reserve=*/true, kGroupChannels);
       KTG_CHECK(fd.ok()) << fd.status().to_string();
       fds_.push_back(fd.value());
     }
@@ -104,7 +104,7 @@ class RankWorld {
     if (kind_ != BackendKind::kLocal) return;
     std::vector<SymmetricHeap*> heaps;
     for (auto& h : local_heaps_) heaps.push_back(h.get());
-    local_ = LocalWorld::create(world_size_, generation, heaps);
+    local_ = LocalWorld::create(world_size_, generation, heaps, kGroupChannels);
   }
   std::unique_ptr<Communicator> join(int rank, const CommConfig& config, StopToken stop = {}) {
     if (kind_ == BackendKind::kSolo) {
@@ -115,6 +115,30 @@ class RankWorld {
                     : create_host_communicator({generation_, rank, world_size_}, pointers(maps_[rank]), config, stop);
     KTG_CHECK(made.ok()) << made.status().to_string();
     return std::move(made).value();
+  }
+
+  // The communicators of a Seat.
+  std::vector<std::unique_ptr<Communicator>> join_groups(int rank, const CommConfig& config, StopToken stop = {}) {
+    const std::vector<Group> groups = groups_of_seat(rank, world_size_);
+    auto made = kind_ == BackendKind::kLocal ? local_->join(rank, groups, config, stop)
+                                             : create_host_communicators({generation_, rank, world_size_},
+                                                                         pointers(maps_[rank]), groups, config, stop);
+    KTG_CHECK(made.ok()) << made.status().to_string();
+    return std::move(made).value();
+  }
+
+  // Runs `body` once per rank in a new generation, on a thread of its own, with the communicators of a Seat.
+  void run_group_seats(int64_t generation, const CommConfig& config, const std::function<void(Seat&)>& body,
+                       StopToken stop = {}) {
+    begin(generation);
+    std::vector<std::vector<std::unique_ptr<Communicator>>> comms;
+    for (int r = 0; r < world_size_; ++r) comms.push_back(join_groups(r, config, stop));
+    on_threads([&](int r) {
+      auto stream = backend_->create_stream();
+      KTG_CHECK(stream.ok()) << stream.status().to_string();
+      Seat seat{*comms[r][0], *backend_, **stream, heap(r), counter(), comms[r][1].get(), comms[r][2].get()};
+      body(seat);
+    });
   }
 
   // The same with all that a case of the suite needs.
@@ -135,12 +159,15 @@ class RankWorld {
     if (kind_ == BackendKind::kHostProcesses) return run_processes(config, body, stop);
     std::vector<std::unique_ptr<Communicator>> comms;
     for (int r = 0; r < world_size_; ++r) comms.push_back(join(r, config, stop));
-    std::vector<std::thread> threads;
-    for (int r = 0; r < world_size_; ++r) threads.emplace_back([&, r] { body(*comms[r]); });
-    for (auto& t : threads) t.join();
+    on_threads([&](int r) { body(*comms[r]); });
   }
 
  private:
+  void on_threads(const std::function<void(int rank)>& body) {
+    std::vector<std::thread> threads;
+    for (int r = 0; r < world_size_; ++r) threads.emplace_back([&, r] { body(r); });
+    for (auto& t : threads) t.join();
+  }
   bool has_segments() const { return kind_ == BackendKind::kHost || kind_ == BackendKind::kHostProcesses; }
   void run_processes(const CommConfig& config, const std::function<void(Communicator&)>& body, StopToken stop) {
     std::fflush(nullptr);

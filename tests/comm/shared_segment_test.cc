@@ -21,6 +21,22 @@ namespace {
 using testing::AllOf;
 using testing::HasSubstr;
 
+TEST(SharedSegmentTest, EveryChannelHasItsOwnControlBlock) {
+  const int fd = SharedSegment::create_fd(1000, 2, 0, /*reserve=*/true, /*num_channels=*/3).value();
+  const auto segment = std::move(SharedSegment::map(fd)).value();
+  ::close(fd);
+  EXPECT_EQ(segment->num_channels(), 3);
+  EXPECT_EQ(segment->capacity_bytes(), 1000);
+  EXPECT_GE(segment->data(), reinterpret_cast<uint8_t*>(&segment->control(2) + 1));
+  for (int channel = 1; channel < 3; ++channel) {
+    EXPECT_GE(&segment->control(channel), &segment->control(channel - 1) + 1);
+  }
+  EXPECT_EQ(segment->size_bytes(), SharedSegment::segment_bytes(1000, 2, 3));
+  EXPECT_LT(SharedSegment::segment_bytes(1000, 2), SharedSegment::segment_bytes(1000, 2, 2));
+  EXPECT_EQ(SharedSegment::create_fd(0, 2, 0, true, 0).status().code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(SharedSegment::create_fd(0, 2, 0, true, kMaxChannels + 1).status().code(), StatusCode::kInvalidArgument);
+}
+
 TEST(SharedSegmentTest, TwoMappingsShareOneHeap) {
   const int fd = SharedSegment::create_fd(1 << 20, 8, 3).value();
   const auto mine = std::move(SharedSegment::map(fd)).value();
