@@ -1,7 +1,8 @@
-// Durable checkpoints: <run>/checkpoint/step-<N>/ holds one HDF5 file a rank and manifest.json. Each rank writes the
-// slice of the flat state that shard_range() gives it. Files are written into step-<N>.partial-<attempt>/, checked and
-// synced; the rename to step-<N>/ is the commit point; LATEST is written last, as a hint for people only. Readers
-// believe manifests, never folder names. The format is described in checkpoint/FORMAT.md.
+// Durable checkpoints: <run>/checkpoint/step-<N>/ holds one HDF5 file a rank and manifest.json. Each rank writes some
+// ranges of the flat state, all ranks together the whole state once (share_of() cuts what several hold). Files are
+// written into step-<N>.partial-<attempt>/, checked and synced; the rename to step-<N>/ is the commit point; LATEST is
+// written last, as a hint for people only. Readers believe manifests, never folder names. The format is described in
+// checkpoint/FORMAT.md.
 //
 // Saving: one rank calls begin_checkpoint(); every rank write_shard(); when all have, one rank commit_checkpoint().
 // Resuming: newest_checkpoint() or open_checkpoint(path), load_state(), then resume_history().
@@ -37,9 +38,13 @@ void describe(ConfigTable& table, CheckpointConfig& config);
 
 struct ShardRange {
   int64_t begin, count;  // elements of the flat space, multiples of kUnitAlignment
+  bool operator==(const ShardRange&) const = default;
 };
 // As even as the alignment allows; count may be 0 when ranks outnumber what there is.
 ShardRange shard_range(int64_t total_length, int rank, int world_size);
+// Part `part` of `num_parts` even ones of what lies in `ranges`: what each of several ranks that hold the same writes.
+// Of {0, length, 0} it is shard_range(). Ranges begin and end at multiples of kUnitAlignment.
+std::vector<runtime::StateRange> share_of(const std::vector<runtime::StateRange>& ranges, int part, int num_parts);
 
 // What a checkpoint says of itself, beside its tensors. All text is UTF-8.
 struct CheckpointMeta {
@@ -57,8 +62,8 @@ struct CheckpointMeta {
 
 // One rank's file as the manifest lists it.
 struct ShardRecord {
-  std::string file;  // name inside the step's folder
-  int64_t begin = 0, count = 0;
+  std::string file;                  // name inside the step's folder
+  std::vector<ShardRange> ranges{};  // of the writer's flat space, ascending
   int64_t size_bytes = 0;
   std::string xxh3;        // XXH3-128 of the whole file, hexadecimal, as xxh128sum prints it
   int64_t head_bytes = 0;  // the file's first bytes: HDF5's structures and the block checksums, no payload
@@ -68,12 +73,13 @@ struct ShardRecord {
 std::string to_json(const ShardRecord& record);
 Result<ShardRecord> shard_record_from_json(const std::string& text);
 
-// The shard's memory: weights, m, v of [begin, begin + count), each pointing at element `begin`.
+// The shard's memory: of each buffer, elements [begin, begin + count) of the flat space lie at local_begin, for every
+// range.
 struct ShardView {
   const float* weights;
   const float* m;
   const float* v;
-  ShardRange range;
+  std::vector<runtime::StateRange> ranges;  // ascending, disjoint; empty: this rank owns nothing
 };
 
 // Folder that the shards of one attempt go to; created. `attempt` makes it unique among concurrent or dead attempts:
@@ -82,7 +88,8 @@ Result<std::string> begin_checkpoint(FileSystem& fs, const std::string& checkpoi
                                      const std::string& attempt);
 // Writes and syncs one shard file (HDF5), verifies it by reading it back. HDF5 itself never touches the disk, so a full
 // disk (kResourceExhausted) or a file system without locks does no harm; after an error the file is removed.
-// The state must not change meanwhile (kDataLoss when it did).
+// The state must not change meanwhile (kDataLoss when it did). kInvalidArgument when the ranges cut one tensor twice: a
+// file holds one run of each tensor's elements.
 Result<ShardRecord> write_shard(FileSystem& fs, const std::string& partial_dir, const runtime::ParamTable& table,
                                 const ShardView& shard, const CheckpointMeta& meta, int rank);
 // Writes the manifest, renames, syncs, updates LATEST, then removes what `keep` no longer covers and the remains of
@@ -109,7 +116,7 @@ struct TensorRecord {
 struct CheckpointInfo {
   std::string dir;
   CheckpointMeta meta;
-  std::vector<ShardRecord> shards;    // by begin
+  std::vector<ShardRecord> shards;    // by rank of the writer
   std::vector<TensorRecord> tensors;  // in table order
   int64_t total_length = 0;
   int64_t history_index = 0;  // place of run_id among the histories, by birth

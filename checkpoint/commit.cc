@@ -20,9 +20,6 @@ std::string parent_of(std::string path) {
 
 Result<std::vector<ShardRecord>> check_shards(FileSystem& fs, const std::string& partial_dir,
                                               std::vector<ShardRecord> shards, int64_t total_length) {
-  std::sort(shards.begin(), shards.end(), [](const ShardRecord& a, const ShardRecord& b) {
-    return a.begin != b.begin ? a.begin < b.begin : a.count < b.count;
-  });
   KTG_RETURN_IF_ERROR(check_coverage(shards, total_length).with_context(partial_dir));
   for (const ShardRecord& shard : shards) {
     const std::string path = join_path(partial_dir, shard.file);

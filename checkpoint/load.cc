@@ -67,7 +67,9 @@ std::vector<Wanted> find_wanted(const CheckpointInfo& checkpoint, const runtime:
 
 bool shard_holds_any(const ShardRecord& shard, const std::vector<Wanted>& wanted) {
   return std::any_of(wanted.begin(), wanted.end(), [&](const Wanted& w) {
-    return w.stored->offset + w.begin < shard.begin + shard.count && w.stored->offset + w.end > shard.begin;
+    return std::any_of(shard.ranges.begin(), shard.ranges.end(), [&](const ShardRange& range) {
+      return w.stored->offset + w.begin < range.begin + range.count && w.stored->offset + w.end > range.begin;
+    });
   });
 }
 

@@ -9,7 +9,8 @@ namespace kintsugi::checkpoint {
 namespace {
 
 constexpr const char* kFormat = "kintsugi-checkpoint";
-constexpr int64_t kVersion = 1;
+// Version 1 gave each shard one range, as members "begin" and "count".
+constexpr int64_t kVersion = 2, kOldestVersion = 1;
 
 // Calls visit(key, field) for every field. The structured binding names them all: a field added to ModelConfig
 // does not compile here until it is given a key, so none can be forgotten.
@@ -35,18 +36,30 @@ void visit_model_fields(Config& config, Visit visit) {
 }
 
 Json shard_to_json(const ShardRecord& shard) {
-  return {{"file", shard.file},          {"begin", shard.begin},
-          {"count", shard.count},        {"size_bytes", shard.size_bytes},
-          {"xxh3", shard.xxh3},          {"head_bytes", shard.head_bytes},
+  Json ranges = Json::array();
+  for (const ShardRange& range : shard.ranges) {
+    ranges.push_back(range.begin);
+    ranges.push_back(range.count);
+  }
+  return {{"file", shard.file},
+          {"ranges", ranges},
+          {"size_bytes", shard.size_bytes},
+          {"xxh3", shard.xxh3},
+          {"head_bytes", shard.head_bytes},
           {"head_xxh3", shard.head_xxh3}};
 }
 
-Result<ShardRecord> shard_from_json(const Json& json, const std::string& what) {
+Result<ShardRecord> shard_from_json(const Json& json, const std::string& what, int64_t version = kVersion) {
   ShardRecord shard;
   JsonFields fields(json, what);
   fields.get("file", shard.file);
-  fields.get("begin", shard.begin);
-  fields.get("count", shard.count);
+  std::vector<int64_t> ranges(2);
+  if (version == 1) {
+    fields.get("begin", ranges[0]);
+    fields.get("count", ranges[1]);
+  } else {
+    fields.get("ranges", ranges);
+  }
   fields.get("size_bytes", shard.size_bytes);
   fields.get("xxh3", shard.xxh3);
   fields.get("head_bytes", shard.head_bytes);
@@ -56,7 +69,14 @@ Result<ShardRecord> shard_from_json(const Json& json, const std::string& what) {
   if (shard.file.empty() || shard.file.find('/') != std::string::npos || shard.file.front() == '.') {
     return data_loss(what + ": file \"" + shard.file + "\"");
   }
-  if (shard.begin < 0 || shard.count < 0 || shard.size_bytes < 0) return data_loss(what + ": negative number");
+  if (ranges.size() % 2 != 0) return data_loss(what + ": \"ranges\" must hold pairs");
+  for (size_t i = 0; i < ranges.size(); i += 2) {
+    if (ranges[i] < 0 || ranges[i + 1] < 0 || ranges[i] > INT64_MAX - ranges[i + 1]) {
+      return data_loss(what + ": impossible range");
+    }
+    if (ranges[i + 1] > 0) shard.ranges.push_back({ranges[i], ranges[i + 1]});
+  }
+  if (shard.size_bytes < 0) return data_loss(what + ": negative size");
   return shard;
 }
 
@@ -171,7 +191,9 @@ Result<Manifest> decode_manifest(const std::string& text) {
   fields.get("format", format);
   fields.get("version", version);
   if (format != kFormat) return data_loss("format \"" + format + "\", want \"" + kFormat + "\"");
-  if (version != kVersion) return data_loss("version " + std::to_string(version) + "; this program reads version 1");
+  if (version < kOldestVersion || version > kVersion) {
+    return data_loss("version " + std::to_string(version) + "; this program reads versions 1 and 2");
+  }
   fields.get("step", info.meta.step);
   fields.get("cursor", info.meta.cursor);
   fields.get("world_size", info.meta.world_size);
@@ -194,7 +216,7 @@ Result<Manifest> decode_manifest(const std::string& text) {
   KTG_ASSIGN_OR_RETURN(info.meta.extra_json, dump_json(extra));
   for (const Json& shard : shards) {
     KTG_ASSIGN_OR_RETURN(ShardRecord record,
-                         shard_from_json(shard, "shards[" + std::to_string(info.shards.size()) + "]"));
+                         shard_from_json(shard, "shards[" + std::to_string(info.shards.size()) + "]", version));
     info.shards.push_back(std::move(record));
   }
   const Status covered = check_coverage(info.shards, info.total_length);
@@ -202,14 +224,23 @@ Result<Manifest> decode_manifest(const std::string& text) {
   return manifest;
 }
 
-Status check_coverage(const std::vector<ShardRecord>& sorted, int64_t total_length) {
+Status check_coverage(const std::vector<ShardRecord>& shards, int64_t total_length) {
+  struct Part {
+    ShardRange range;
+    const ShardRecord* shard;
+  };
+  std::vector<Part> parts;
+  for (const ShardRecord& shard : shards) {
+    for (const ShardRange& range : shard.ranges) parts.push_back({range, &shard});
+  }
+  std::sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.range.begin < b.range.begin; });
   int64_t at = 0;
-  for (const ShardRecord& shard : sorted) {
-    if (shard.begin != at) {
-      return failed_precondition(shard.file + " begins at element " + std::to_string(shard.begin) + ", want " +
-                                 std::to_string(at));
+  for (const Part& part : parts) {
+    if (part.range.begin != at) {
+      return failed_precondition(part.shard->file + " has elements from " + std::to_string(part.range.begin) +
+                                 " on, want " + std::to_string(at));
     }
-    at += shard.count;
+    at += part.range.count;
   }
   if (at != total_length) {
     return failed_precondition("shards end at element " + std::to_string(at) + ", want " +

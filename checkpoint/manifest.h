@@ -27,7 +27,7 @@ struct Manifest {
 Result<std::string> encode_manifest(const Manifest& manifest);
 // kDataLoss saying what is wrong.
 Result<Manifest> decode_manifest(const std::string& text);
-// The shards, sorted by begin, hold [0, total_length) once each. kFailedPrecondition says where not.
-Status check_coverage(const std::vector<ShardRecord>& sorted, int64_t total_length);
+// The shards' ranges together hold each of [0, total_length) once. kFailedPrecondition says where not.
+Status check_coverage(const std::vector<ShardRecord>& shards, int64_t total_length);
 
 }  // namespace kintsugi::checkpoint

@@ -1,4 +1,4 @@
-// Which slices of which tensors a range of the flat state holds, and how they are named and checked in a shard file.
+// Which slices of which tensors some ranges of the flat state hold, and how they are named and checked in a shard file.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ struct Piece {
   std::string tensor;
   std::vector<int64_t> shape;  // of the whole tensor
   int64_t begin = 0, count = 0;
-  int64_t flat_begin = 0;   // where it lies in the flat state of the writer
+  int64_t local_begin = 0;  // where it lies in each of the writer's buffers
   int64_t first_block = 0;  // index of its first checksum among the file's
   int64_t file_offset = 0;
 
@@ -32,7 +32,10 @@ struct Piece {
   std::string path() const { return std::string("/") + kPartNames[part] + "/" + tensor; }
 };
 
-// The pieces of `range`: all weights, then m, then v, each in table order; first_block counts up. file_offset is 0.
-std::vector<Piece> cut_into_pieces(const runtime::ParamTable& table, ShardRange range);
+// The pieces of `ranges`: all weights, then m, then v, each in table order; first_block counts up. file_offset is 0.
+// Ranges that touch in the flat space and in memory count as one. kInvalidArgument when they are not ascending, or cut
+// a tensor into more than one piece.
+Result<std::vector<Piece>> cut_into_pieces(const runtime::ParamTable& table,
+                                           const std::vector<runtime::StateRange>& ranges);
 
 }  // namespace kintsugi::checkpoint

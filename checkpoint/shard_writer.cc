@@ -20,7 +20,7 @@ const float* part_of(const ShardView& shard, int part) {
 
 // The piece's elements in the caller's memory.
 std::string_view payload_of(const ShardView& shard, const Piece& piece) {
-  const float* begin = part_of(shard, piece.part) + (piece.flat_begin - shard.range.begin);
+  const float* begin = part_of(shard, piece.part) + piece.local_begin;
   return {reinterpret_cast<const char*>(begin), static_cast<size_t>(piece.size_bytes())};
 }
 
@@ -115,7 +115,7 @@ struct Head {
 // Lays the file out; fills in the pieces' offsets. `fits` is false when structures landed behind payload, for want of
 // a larger metadata block.
 Result<Head> lay_out(std::vector<Piece>& pieces, const std::vector<uint64_t>& sums, const CheckpointMeta& meta,
-                     int rank, ShardRange range, int64_t metadata_block_bytes, bool& fits) {
+                     int rank, const std::vector<ShardRange>& ranges, int64_t metadata_block_bytes, bool& fits) {
   Hdf5Image image;
   KTG_ASSIGN_OR_RETURN(Hid file, create_hdf5(image, metadata_block_bytes));
   KTG_ASSIGN_OR_RETURN(const Hid properties, payload_property_list());
@@ -124,10 +124,12 @@ Result<Head> lay_out(std::vector<Piece>& pieces, const std::vector<uint64_t>& su
     if (!root.ok()) return hdf5_error("/");
     KTG_RETURN_IF_ERROR(put_attribute(root.get(), "format", std::string("kintsugi-shard")));
     KTG_RETURN_IF_ERROR(put_attribute(root.get(), "run_id", meta.run_id));
-    const std::pair<const char*, int64_t> numbers[] = {{"version", 1},         {"step", meta.step},
-                                                       {"rank", rank},         {"world_size", meta.world_size},
-                                                       {"begin", range.begin}, {"count", range.count}};
+    const std::pair<const char*, int64_t> numbers[] = {
+        {"version", 2}, {"step", meta.step}, {"rank", rank}, {"world_size", meta.world_size}};
     for (const auto& [name, value] : numbers) KTG_RETURN_IF_ERROR(put_attribute(root.get(), name, value));
+    std::vector<int64_t> flat;
+    for (const ShardRange& range : ranges) flat.insert(flat.end(), {range.begin, range.count});
+    if (!flat.empty()) KTG_RETURN_IF_ERROR(put_attribute(root.get(), "ranges", flat, false));
   }
   KTG_RETURN_IF_ERROR(put_block_table(file.get(), properties.get(), sums));
   for (int part = 0; part < kNumParts; ++part) {
@@ -208,19 +210,21 @@ Result<ShardRecord> write_shard(FileSystem& fs, const std::string& partial_dir, 
   quiet_hdf5();
   ShardRecord record;
   record.file = "rank-" + std::to_string(rank) + ".h5";
-  record.begin = shard.range.begin;
-  record.count = shard.range.count;
+  for (const runtime::StateRange& range : shard.ranges) {
+    if (range.count > 0) record.ranges.push_back({range.begin, range.count});
+  }
   const std::string path = join_path(partial_dir, record.file);
 
-  std::vector<Piece> pieces = cut_into_pieces(table, shard.range);
+  KTG_ASSIGN_OR_RETURN(std::vector<Piece> pieces, cut_into_pieces(table, shard.ranges));
   const std::vector<uint64_t> sums = block_checksums(shard, pieces);
   // Measured with 36 to 333 datasets: 490 to 600 bytes each, everything included. A second try doubles.
-  int64_t metadata_block_bytes = 8192 + 640 * static_cast<int64_t>(pieces.size());
+  int64_t metadata_block_bytes =
+      8192 + 640 * static_cast<int64_t>(pieces.size()) + 16 * static_cast<int64_t>(record.ranges.size());
   bool fits = false;
   Head head;
   for (int tries = 0; !fits; ++tries, metadata_block_bytes *= 2) {
     if (tries == 8) return internal_error(path + ": HDF5's structures do not fit before the payload");
-    auto laid_out = lay_out(pieces, sums, meta, rank, shard.range, metadata_block_bytes, fits);
+    auto laid_out = lay_out(pieces, sums, meta, rank, record.ranges, metadata_block_bytes, fits);
     if (!laid_out.ok()) return laid_out.status().with_context(path);
     head = std::move(laid_out).value();
   }

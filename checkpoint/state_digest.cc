@@ -13,8 +13,6 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "digests are over little-endian bytes, taken as they lie");
 
-constexpr int64_t kBlockElements = (1 << 20) / 4;
-
 struct MdDeleter {
   void operator()(EVP_MD* md) const { EVP_MD_free(md); }
 };
@@ -46,7 +44,9 @@ class Sha256 {
   std::unique_ptr<EVP_MD_CTX, MdCtxDeleter> ctx_;
 };
 
-int64_t blocks_of(const runtime::TensorInfo& tensor) { return (tensor.numel + kBlockElements - 1) / kBlockElements; }
+int64_t blocks_of(const runtime::TensorInfo& tensor) {
+  return (tensor.numel + kDigestBlockElements - 1) / kDigestBlockElements;
+}
 
 constexpr const char* kSuffixes[] = {"", ".m", ".v"};
 
@@ -58,31 +58,83 @@ int64_t num_digest_blocks(const runtime::ParamTable& table) {
   return blocks;
 }
 
-Status digest_blocks(const runtime::ParamTable& table, const runtime::TrainState& state, int64_t first,
-                     std::span<BlockDigest> out, const ReadBlock& read) {
-  const int64_t end = first + static_cast<int64_t>(out.size());
-  KTG_CHECK(first >= 0 && end <= num_digest_blocks(table)) << "blocks [" << first << ", " << end << ")";
-  KTG_CHECK(state.length >= table.total_length()) << state.length << " elements, table of " << table.total_length();
-  const float* const buffers[] = {state.weights, state.m, state.v};
+BlockDigest digest_of(std::span<const float> block) {
   Sha256 sha;
-  int64_t index = 0;  // of the current tensor's first block among all
-  for (const runtime::TensorInfo& tensor : table.tensors()) {
-    const int64_t blocks = blocks_of(tensor);
-    for (const float* buffer : buffers) {
-      for (int64_t block = std::max<int64_t>(first - index, 0); block < std::min(blocks, end - index); ++block) {
-        const int64_t begin = block * kBlockElements;
-        const int64_t count = std::min(kBlockElements, tensor.numel - begin);
-        const float* values = buffer + tensor.offset + begin;
-        if (read) {
-          KTG_ASSIGN_OR_RETURN(values, read(values, count));
-        }
-        sha.add(values, static_cast<size_t>(count) * sizeof(float));
-        out[static_cast<size_t>(index + block - first)] = sha.finish();
-      }
-      index += blocks;
+  sha.add(block.data(), block.size_bytes());
+  return sha.finish();
+}
+
+std::vector<DigestBlock> plan_digest(const runtime::ParamTable& table,
+                                     std::span<const std::vector<runtime::StateRange>> cover) {
+  struct Part {
+    runtime::StateRange range;
+    int rank;
+  };
+  std::vector<Part> parts;
+  for (size_t r = 0; r < cover.size(); ++r) {
+    for (const runtime::StateRange& range : cover[r]) {
+      if (range.count > 0) parts.push_back({range, static_cast<int>(r)});
     }
   }
-  return ok_status();
+  std::sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.range.begin < b.range.begin; });
+  std::vector<DigestBlock> blocks;
+  size_t first = 0;  // of the parts that reach into this block or a later one
+  for (const runtime::TensorInfo& tensor : table.tensors()) {
+    std::vector<DigestBlock> of_weights;
+    for (int64_t at = 0; at < tensor.numel; at += kDigestBlockElements) {
+      DigestBlock block;
+      block.count = std::min(kDigestBlockElements, tensor.numel - at);
+      const int64_t begin = tensor.offset + at, end = begin + block.count;
+      while (first < parts.size() && parts[first].range.begin + parts[first].range.count <= begin) ++first;
+      int64_t next = begin;
+      for (size_t i = first; i < parts.size() && parts[i].range.begin < end; ++i) {
+        const runtime::StateRange& range = parts[i].range;
+        const int64_t from = std::max(begin, range.begin), to = std::min(end, range.begin + range.count);
+        KTG_CHECK(from == next) << tensor.name << ": element " << next << " is held "
+                                << (from > next ? "nowhere" : "twice");
+        block.pieces.push_back({parts[i].rank, from - begin, to - from, range.local_begin + (from - range.begin)});
+        next = to;
+      }
+      KTG_CHECK(next == end) << tensor.name << ": element " << next << " is held nowhere";
+      of_weights.push_back(std::move(block));
+    }
+    for (int part = 0; part < 3; ++part) {
+      for (DigestBlock& block : of_weights) block.part = part;
+      blocks.insert(blocks.end(), of_weights.begin(), of_weights.end());
+    }
+  }
+  return blocks;
+}
+
+std::vector<DigestRound> plan_rounds(std::span<const DigestBlock> blocks, int world_size) {
+  std::vector<DigestRound> rounds;
+  std::vector<int64_t> brought(static_cast<size_t>(world_size), 0);
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    if (!blocks[i].split()) continue;
+    std::vector<int64_t> after = rounds.empty() ? std::vector<int64_t>(brought.size(), 0) : brought;
+    for (const DigestPiece& piece : blocks[i].pieces) after[static_cast<size_t>(piece.rank)] += piece.count;
+    if (rounds.empty() || *std::max_element(after.begin(), after.end()) > kDigestBlockElements) {
+      rounds.emplace_back();
+      std::fill(after.begin(), after.end(), 0);
+      for (const DigestPiece& piece : blocks[i].pieces) after[static_cast<size_t>(piece.rank)] += piece.count;
+    }
+    brought = std::move(after);
+    rounds.back().blocks.push_back(static_cast<int64_t>(i));
+    rounds.back().most = *std::max_element(brought.begin(), brought.end());
+  }
+  return rounds;
+}
+
+void visit_round(const DigestRound& round, std::span<const DigestBlock> blocks, int world_size,
+                 const std::function<void(const DigestBlock&, const DigestPiece&, int64_t at)>& visit) {
+  std::vector<int64_t> at(static_cast<size_t>(world_size), 0);
+  for (const int64_t index : round.blocks) {
+    const DigestBlock& block = blocks[static_cast<size_t>(index)];
+    for (const DigestPiece& piece : block.pieces) {
+      visit(block, piece, at[static_cast<size_t>(piece.rank)]);
+      at[static_cast<size_t>(piece.rank)] += piece.count;
+    }
+  }
 }
 
 std::string combine_digests(const runtime::ParamTable& table, std::span<const BlockDigest> all, int64_t step,
@@ -111,8 +163,14 @@ std::string combine_digests(const runtime::ParamTable& table, std::span<const Bl
 }
 
 std::string state_sha256(const runtime::ParamTable& table, const runtime::TrainState& state) {
-  std::vector<BlockDigest> all(static_cast<size_t>(num_digest_blocks(table)));
-  KTG_CHECK(digest_blocks(table, state, 0, all).ok());  // the host reads memory: nothing can fail
+  KTG_CHECK(state.length >= table.total_length()) << state.length << " elements, table of " << table.total_length();
+  const std::vector<runtime::StateRange> whole[] = {{{.begin = 0, .count = table.total_length(), .local_begin = 0}}};
+  const float* const buffers[] = {state.weights, state.m, state.v};
+  std::vector<BlockDigest> all;
+  for (const DigestBlock& block : plan_digest(table, whole)) {
+    all.push_back(
+        digest_of({buffers[block.part] + block.pieces.front().local_begin, static_cast<size_t>(block.count)}));
+  }
   return combine_digests(table, all, state.step, state.cursor);
 }
 

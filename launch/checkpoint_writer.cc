@@ -87,8 +87,7 @@ class CheckpointWriter final : public ShardWriter {
     KTG_ASSIGN_OR_RETURN(const std::string dir,
                          checkpoint::begin_checkpoint(shard_fs_, checkpoint_dir_, step, ticket.attempt));
     void* const memory = slots_.at(static_cast<size_t>(slot));
-    const checkpoint::ShardView view =
-        snapshot_view(memory, checkpoint::shard_range(table_.total_length(), rank_, world_size_));
+    const checkpoint::ShardView view = snapshot_view(memory, state_layout(config_, table_, rank_, world_size_));
     notes_ = snapshot_notes(memory, plan_);
     KTG_ASSIGN_OR_RETURN(const checkpoint::ShardRecord record,
                          checkpoint::write_shard(shard_fs_, dir, table_, view, meta(step, ticket), rank_));

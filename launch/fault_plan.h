@@ -13,10 +13,21 @@
 namespace kintsugi::launch {
 
 enum class FaultPoint {
-  kStartUp, kData, kForward, kBackward, kMidReduce, kBeforeVote, kAfterVote, kMidUpdate, kSnapshot, kWrite, kRename, kDuringRecovery
+  kStartUp,
+  kData,
+  kForward,
+  kBackward,
+  kMidReduce,
+  kBeforeVote,
+  kAfterVote,
+  kMidUpdate,
+  kSnapshot,
+  kWrite,
+  kRename,
+  kDuringRecovery
 };
-// "start-up", "data", "forward", "backward", "mid-reduce", "before-vote", "after-vote", "mid-update", "snapshot", "write",
-// "rename", "during-recovery".
+// "start-up", "data", "forward", "backward", "mid-reduce", "before-vote", "after-vote", "mid-update", "snapshot",
+// "write", "rename", "during-recovery".
 Result<FaultPoint> parse_fault_point(const std::string& name);
 
 struct FaultEntry {

@@ -16,10 +16,10 @@ constexpr int64_t kNotesBytes = (sizeof(SnapshotNotes) + kHeapAlignment - 1) / k
 
 std::string mebibytes(int64_t bytes) { return fmt::format("{:.2f} MiB", static_cast<double>(bytes) / (1 << 20)); }
 
-int64_t largest_shard(int64_t total_length, int world_size) {
+int64_t largest_slot(const RunConfig& config, const runtime::ParamTable& table, int world_size) {
   int64_t largest = 0;
   for (int r = 0; r < world_size; ++r) {
-    largest = std::max(largest, checkpoint::shard_range(total_length, r, world_size).count);
+    largest = std::max(largest, state_layout(config, table, r, world_size).slot_length);
   }
   return largest;
 }
@@ -85,7 +85,7 @@ MemoryPlan plan_memory(const RunConfig& config, int world_size, const runtime::B
 
   // One is filled while another is written; a run that saves once, at its end or when it is asked to stop, needs one.
   plan.num_snapshot_slots = config.checkpoint.every > 0 ? 2 : 1;
-  plan.snapshot_slot_bytes = 3 * largest_shard(length, world_size) * int64_t{sizeof(float)} + kNotesBytes;
+  plan.snapshot_slot_bytes = 3 * largest_slot(config, table, world_size) * int64_t{sizeof(float)} + kNotesBytes;
   plan.items.push_back({"snapshots", plan.num_snapshot_slots * plan.snapshot_slot_bytes, Place::kShared});
   const parallel::StateMemory memory =
       parallel::plan_state_memory(table, config.parallelism, config.dtype(), world_size);
@@ -155,11 +155,6 @@ Result<std::vector<void*>> allocate_snapshot_slots(comm::SymmetricHeap& heap, co
     slots.push_back(slot);
   }
   return slots;
-}
-
-checkpoint::ShardView snapshot_view(const void* slot, checkpoint::ShardRange range) {
-  const float* data = static_cast<const float*>(slot);
-  return {.weights = data, .m = data + range.count, .v = data + 2 * range.count, .range = range};
 }
 
 SnapshotNotes& snapshot_notes(void* slot, const MemoryPlan& plan) {

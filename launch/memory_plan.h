@@ -6,10 +6,10 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/checkpoint.h"
 #include "comm/communicator.h"
 #include "launch/run_config.h"
 #include "launch/snapshot_notes.h"
+#include "launch/state_layout.h"
 #include "runtime/backend.h"
 
 namespace kintsugi::launch {
@@ -56,10 +56,8 @@ Status check_device_memory(const RunConfig& config, int world_size, const runtim
                            int64_t taken_bytes);
 
 // Snapshot slots are the first allocations in a rank's heap, made alike by its worker and its agent. A slot holds
-// the rank's shard_range() of the state of one step: weights, then m, then v, `range.count` floats each; its last bytes
-// are the step's notes.
+// what state_layout() says of the state of one step; its last bytes are the step's notes.
 Result<std::vector<void*>> allocate_snapshot_slots(comm::SymmetricHeap& heap, const MemoryPlan& plan);
-checkpoint::ShardView snapshot_view(const void* slot, checkpoint::ShardRange range);
 SnapshotNotes& snapshot_notes(void* slot, const MemoryPlan& plan);
 
 }  // namespace kintsugi::launch

@@ -37,8 +37,8 @@ Result<std::string> exchange(RankFacts& facts, const std::string& text) {
 }  // namespace
 
 Result<std::string> share_by_mpi(RankFacts& facts, const std::string& text) {
-  // Unless the user has chosen: over the loopback device. Open MPI's shared memory transport takes twice as long to set up and, killed
-  // meanwhile, leaves files in /dev/shm; a few hundred bytes need none of it.
+  // Unless the user has chosen: over the loopback device. Open MPI's shared memory transport takes twice as long to set
+  // up and, killed meanwhile, leaves files in /dev/shm; a few hundred bytes need none of it.
   ::setenv("OMPI_MCA_btl", "self,tcp", /*overwrite=*/0);
   ::setenv("OMPI_MCA_btl_tcp_if_include", "lo", /*overwrite=*/0);
   ::setenv("OMPI_MCA_pml", "ob1", /*overwrite=*/0);

@@ -99,6 +99,8 @@ Status TrainerImpl::build() {
         check_device_memory(config_, environment_.world_size, *backend_, backend_->library_bytes() + heap_bytes));
   }
   tracer_ = create_tracer();
+  state_layout_ =
+      state_layout(config_, runtime::ParamTable::build(config_.model), environment_.rank, environment_.world_size);
   plan_ = plan_memory(config_, environment_.world_size, backend_.get());
   KTG_ASSIGN_OR_RETURN(stream_, backend_->create_stream());
   KTG_ASSIGN_OR_RETURN(update_stream_, backend_->create_stream());

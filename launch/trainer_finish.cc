@@ -126,7 +126,7 @@ Status TrainerImpl::write_trace(int64_t step) {
   return tracer_->write(step, generation_, timelines, [this] { return stream_->synchronize(collective_deadline()); });
 }
 
-// Copies this rank's shard of the state into a slot that its agent can read; a writer takes it from there.
+// Copies this rank's part of the state into a slot that its agent can read; a writer takes it from there.
 Status TrainerImpl::take_snapshot() {
   const trace::ScopedSpan span(&timeline_, "snapshot", state().step);
   KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kSnapshot, state().step));
@@ -137,15 +137,13 @@ Status TrainerImpl::take_snapshot() {
     environment_.link->alive();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  const checkpoint::ShardRange range =
-      checkpoint::shard_range(state().length, environment_.rank, environment_.world_size);
   float* out = static_cast<float*>(snapshot_slots_.at(slot));
   runtime::Stream& stream = device_ ? *device_->copy_stream : *update_stream_;
   if (device_) KTG_RETURN_IF_ERROR(begin_device_snapshot());
   for (const float* part : {state().weights, state().m, state().v}) {
-    const int64_t bytes = range.count * static_cast<int64_t>(sizeof(float));
-    KTG_RETURN_IF_ERROR(backend_->copy(out, part + range.begin, bytes, stream));
-    out += range.count;
+    const int64_t bytes = state_layout_.slot_length * static_cast<int64_t>(sizeof(float));
+    KTG_RETURN_IF_ERROR(backend_->copy(out, part + state_layout_.slot_begin, bytes, stream));
+    out += state_layout_.slot_length;
   }
   snapshot_notes(snapshot_slots_[slot], plan_) = {.vote = last_vote_, .skipped_steps = skipped_steps_};
   if (device_) {

@@ -109,7 +109,10 @@ class TrainerImpl final : public Trainer {
   // fill(weights, m, v, begin, count) writes elements [begin, begin + count) of the three. On a device from several
   // threads at once.
   Status fill_state(const std::function<Status(float*, float*, float*, int64_t, int64_t)>& fill);
-  Status digest_share(int64_t begin, int64_t end, checkpoint::BlockDigest* out);
+  // Of the blocks that lie whole on this rank; and of those that are cut, where this rank has their beginning.
+  // Collective: the others' elements come in rounds of bounded size.
+  Status digest_whole_blocks(std::span<const checkpoint::DigestBlock> blocks, std::span<checkpoint::BlockDigest> out);
+  Status digest_split_blocks(std::span<const checkpoint::DigestBlock> blocks, std::span<checkpoint::BlockDigest> out);
   Result<uint64_t> state_digest();
   // What a committed step still owes: its snapshot, its validation loss, its line of progress.
   Status complete_step(const VoteOutcome& vote, bool timed);
@@ -150,6 +153,7 @@ class TrainerImpl final : public Trainer {
   const WorkerEnvironment environment_;
   const parallel::BatchLayout layout_;
   MemoryPlan plan_;
+  StateLayout state_layout_;
   const FaultPlan faults_;
 
   std::shared_ptr<runtime::Backend> backend_;

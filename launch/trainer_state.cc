@@ -12,11 +12,11 @@ namespace kintsugi::launch {
 namespace {
 
 constexpr int64_t kPieceElements = 1 << 20;  // of a thread
-constexpr int64_t kBlockElements = 1 << 18;  // of checkpoint/state_digest.h
 constexpr int64_t kBlocksATurn = 32;         // that a thread takes at a time
 
-// The first item of `rank`'s share of n items; shares differ by at most one.
-int64_t share_begin(int64_t n, int rank, int world_size) { return rank * n / world_size; }
+const float* part_of(const runtime::TrainState& state, int part) {
+  return part == 0 ? state.weights : part == 1 ? state.m : state.v;
+}
 
 }  // namespace
 
@@ -101,45 +101,90 @@ Result<uint64_t> TrainerImpl::state_digest() {
   return digest;
 }
 
-Status TrainerImpl::digest_share(int64_t begin, int64_t end, checkpoint::BlockDigest* out) {
-  // The state is whole once what is queued has been done.
-  KTG_RETURN_IF_ERROR(stream_->synchronize(collective_deadline()));
-  return in_pieces(end - begin, kBlocksATurn, kBlockElements, [&](Lane& lane, int64_t first, int64_t count) {
-    checkpoint::ReadBlock read;
-    if (device_) {
-      read = [&](const float* block, int64_t elements) -> Result<const float*> {
+Status TrainerImpl::digest_whole_blocks(std::span<const checkpoint::DigestBlock> blocks,
+                                        std::span<checkpoint::BlockDigest> out) {
+  std::vector<size_t> mine;
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    if (!blocks[i].split() && blocks[i].owner() == environment_.rank) mine.push_back(i);
+  }
+  const auto body = [&](Lane& lane, int64_t first, int64_t count) -> Status {
+    for (int64_t k = first; k < first + count; ++k) {
+      const checkpoint::DigestBlock& block = blocks[mine[static_cast<size_t>(k)]];
+      const float* values = part_of(state(), block.part) + block.pieces.front().local_begin;
+      if (device_) {
         auto* staged = lane.staging.as<float>();
-        KTG_RETURN_IF_ERROR(lane.move(*backend_, staged, block, elements, collective_deadline()));
-        return static_cast<const float*>(staged);
-      };
+        KTG_RETURN_IF_ERROR(lane.move(*backend_, staged, values, block.count, collective_deadline()));
+        values = staged;
+      }
+      out[mine[static_cast<size_t>(k)]] = checkpoint::digest_of({values, static_cast<size_t>(block.count)});
     }
-    return checkpoint::digest_blocks(model_->params(), state(), begin + first,
-                                     {out + first, static_cast<size_t>(count)}, read);
-  });
+    return ok_status();
+  };
+  return in_pieces(static_cast<int64_t>(mine.size()), kBlocksATurn, checkpoint::kDigestBlockElements, body);
+}
+
+Status TrainerImpl::digest_split_blocks(std::span<const checkpoint::DigestBlock> blocks,
+                                        std::span<checkpoint::BlockDigest> out) {
+  const int N = environment_.world_size;
+  std::vector<float> gathered, together;
+  for (const checkpoint::DigestRound& round : checkpoint::plan_rounds(blocks, N)) {
+    gathered.resize(static_cast<size_t>(N * round.most));
+    float* const mine = &gathered[static_cast<size_t>(environment_.rank * round.most)];
+    Status copied;
+    checkpoint::visit_round(round, blocks, N, [&](const auto& block, const auto& piece, int64_t at) {
+      if (piece.rank != environment_.rank || !copied.ok()) return;
+      copied = backend_->copy(mine + at, part_of(state(), block.part) + piece.local_begin,
+                              piece.count * static_cast<int64_t>(sizeof(float)), *stream_);
+    });
+    KTG_RETURN_IF_ERROR(copied);
+    KTG_RETURN_IF_ERROR(stream_->synchronize(collective_deadline()));
+    KTG_ASSIGN_OR_RETURN(
+        const comm::WorkPtr work,
+        communicator_->all_gather(gathered.data(), mine, round.most * static_cast<int64_t>(sizeof(float)), *stream_));
+    KTG_RETURN_IF_ERROR(work->wait(collective_deadline()));
+    environment_.link->alive();
+    checkpoint::visit_round(round, blocks, N, [&](const auto& block, const auto& piece, int64_t at) {
+      if (block.owner() != environment_.rank) return;
+      if (piece.begin == 0) together.resize(static_cast<size_t>(block.count));
+      std::copy_n(&gathered[static_cast<size_t>(piece.rank * round.most + at)], piece.count,
+                  &together[static_cast<size_t>(piece.begin)]);
+      if (piece.begin + piece.count == block.count) out[&block - blocks.data()] = checkpoint::digest_of(together);
+    });
+  }
+  return ok_status();
 }
 
 // The gather of the digests is the run's last collective, and each rank enters it with its snapshots durable: whoever
 // leaves it knows that nothing is left to do anywhere.
 Result<std::string> TrainerImpl::state_sha256() {
   const runtime::ParamTable& table = model_->params();
-  const int64_t blocks = checkpoint::num_digest_blocks(table);
-  const int64_t most = (blocks + environment_.world_size - 1) / environment_.world_size;
-  std::vector<checkpoint::BlockDigest> gathered(environment_.world_size * most);
-  checkpoint::BlockDigest* mine = &gathered[environment_.rank * most];
-  const int64_t begin = share_begin(blocks, environment_.rank, environment_.world_size);
-  const int64_t end = share_begin(blocks, environment_.rank + 1, environment_.world_size);
-  KTG_RETURN_IF_ERROR(digest_share(begin, end, mine));
+  const int N = environment_.world_size;
+  const std::vector<checkpoint::DigestBlock> blocks = checkpoint::plan_digest(table, state_cover(config_, table, N));
+  std::vector<checkpoint::BlockDigest> all(blocks.size());
+  // The state is whole once what is queued has been done.
+  KTG_RETURN_IF_ERROR(stream_->synchronize(collective_deadline()));
+  KTG_RETURN_IF_ERROR(digest_whole_blocks(blocks, all));
+  KTG_RETURN_IF_ERROR(digest_split_blocks(blocks, all));
+
+  std::vector<int64_t> owned(static_cast<size_t>(N), 0);
+  for (const checkpoint::DigestBlock& block : blocks) ++owned[static_cast<size_t>(block.owner())];
+  const int64_t most = *std::max_element(owned.begin(), owned.end());
+  std::vector<checkpoint::BlockDigest> gathered(static_cast<size_t>(N * most));
+  checkpoint::BlockDigest* const mine = &gathered[static_cast<size_t>(environment_.rank * most)];
+  int64_t next = 0;
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    if (blocks[i].owner() == environment_.rank) mine[next++] = all[i];
+  }
   // Ends by the end of the generation; how long a disk takes is not ours to limit.
   KTG_RETURN_IF_ERROR(environment_.link->await_snapshots(Deadline::never()));
   KTG_ASSIGN_OR_RETURN(
       const comm::WorkPtr work,
       communicator_->all_gather(gathered.data(), mine, most * sizeof(checkpoint::BlockDigest), *stream_));
   KTG_RETURN_IF_ERROR(work->wait(collective_deadline()));
-  std::vector<checkpoint::BlockDigest> all;
-  for (int r = 0; r < environment_.world_size; ++r) {
-    const int64_t count =
-        share_begin(blocks, r + 1, environment_.world_size) - share_begin(blocks, r, environment_.world_size);
-    all.insert(all.end(), &gathered[r * most], &gathered[r * most] + count);
+  std::fill(owned.begin(), owned.end(), 0);
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    const auto owner = static_cast<size_t>(blocks[i].owner());
+    all[i] = gathered[owner * static_cast<size_t>(most) + static_cast<size_t>(owned[owner]++)];
   }
   return checkpoint::combine_digests(table, all, state().step, state().cursor);
 }

@@ -9,11 +9,11 @@ namespace kintsugi::launch {
 // The result of a step's vote: the same bits on every rank that left it.
 struct VoteOutcome {
   int64_t step = 0;
-  double gradient_norm = 0;   // before clipping
+  double gradient_norm = 0;  // before clipping
   double loss_sum = 0;
-  int64_t num_tokens = 0;     // valid targets of the global batch
-  int32_t skip = 0;           // the gradient was not finite: no update
-  int32_t stop_requested = 0; // some rank was asked to save and leave after this step
+  int64_t num_tokens = 0;      // valid targets of the global batch
+  int32_t skip = 0;            // the gradient was not finite: no update
+  int32_t stop_requested = 0;  // some rank was asked to save and leave after this step
 };
 
 // A worker's progress, kept in its page where its agent can read it whatever happens to the worker.
@@ -35,11 +35,11 @@ enum class StateSource : int32_t {
 struct Verdict {
   int64_t generation = 0;
   StateSource source = StateSource::kFresh;
-  int64_t committed_step = 0;   // all ranks hold the state of this step before the next one begins
-  VoteOutcome vote;             // of committed_step: whoever has updated_step == committed_step - 1 applies the update with it.
-                                // vote.step != committed_step when nobody knows it any more: then nobody has to
-  int32_t source_rank = -1;     // kSurvivors: whose state the joining ranks fetch
-  uint64_t joining_ranks = 0;   // kSurvivors, kept for up to 64 ranks a node: bit r set = rank r has no state
+  int64_t committed_step = 0;  // all ranks hold the state of this step before the next one begins
+  VoteOutcome vote;  // of committed_step: whoever has updated_step == committed_step - 1 applies the update with it.
+                     // vote.step != committed_step when nobody knows it any more: then nobody has to
+  int32_t source_rank = -1;        // kSurvivors: whose state the joining ranks fetch
+  uint64_t joining_ranks = 0;      // kSurvivors, kept for up to 64 ranks a node: bit r set = rank r has no state
   char checkpoint_dir[1024] = {};  // kCheckpoint
 };
 

@@ -22,7 +22,7 @@ struct TrainState {
   int64_t step = 0;          // optimizer steps done
   int64_t cursor = 0;        // samples consumed: the next global sample index
   // What of the flat space lies here, ascending. Whole: {0, length, 0}. Elements in no range are padding, and zero.
-  std::vector<StateRange> ranges;
+  std::vector<StateRange> ranges{};
 };
 
 }  // namespace kintsugi::runtime

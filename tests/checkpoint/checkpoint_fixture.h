@@ -41,7 +41,10 @@ struct TestState {
     }
   }
   ShardView shard(ShardRange range) const {
-    return {weights.data() + range.begin, m.data() + range.begin, v.data() + range.begin, range};
+    return {weights.data() + range.begin,
+            m.data() + range.begin,
+            v.data() + range.begin,
+            {{.begin = range.begin, .count = range.count, .local_begin = 0}}};
   }
   bool operator==(const TestState&) const = default;
   std::vector<float> weights, m, v;

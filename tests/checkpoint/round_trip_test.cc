@@ -1,6 +1,7 @@
 // What is saved comes back, at any world size, and only what is saved.
 #include <gmock/gmock.h>
 
+#include "checkpoint/json_fields.h"
 #include "checkpoint/state_digest.h"
 #include "tests/checkpoint/checkpoint_fixture.h"
 
@@ -79,6 +80,85 @@ TEST_F(RoundTripTest, LongTensorsAreReadInAnySlices) {
     KTG_ASSERT_OK(load_state(fs_, *info, table, slice.data(), nullptr, nullptr, range));
     EXPECT_TRUE(std::equal(slice.begin(), slice.end(), state.weights.begin() + range.begin)) << range.begin;
   }
+}
+
+// As in sharded runs: each unit of the model is cut into as many chunks as there are shards, and ranks that hold the
+// same chunks share the writing.
+TEST_F(RoundTripTest, ShardsOfManyRangesAreReadInAnySlices) {
+  for (const auto& [num_shards, replicas] : {std::pair{1, 1}, {3, 1}, {5, 2}, {8, 1}}) {
+    CheckpointMeta meta = meta_at(3, num_shards * replicas);
+    const auto partial = begin_checkpoint(fs_, dir_, 3, "a");
+    ASSERT_TRUE(partial.ok());
+    std::vector<ShardRecord> records;
+    for (int rank = 0; rank < meta.world_size; ++rank) {
+      // This rank's memory: its chunks one behind the other, with what is no state between them.
+      std::vector<runtime::StateRange> held;
+      std::vector<float> local[3];
+      for (const runtime::UnitInfo& unit : table_.units()) {
+        const ShardRange chunk = shard_range(unit.length, rank % num_shards, num_shards);
+        if (chunk.count == 0) continue;
+        held.push_back({unit.offset + chunk.begin, chunk.count, static_cast<int64_t>(local[0].size())});
+        const std::vector<float>* whole[] = {&state_.weights, &state_.m, &state_.v};
+        for (int part = 0; part < 3; ++part) {
+          const auto from = whole[part]->begin() + unit.offset + chunk.begin;
+          local[part].insert(local[part].end(), from, from + chunk.count);
+          local[part].insert(local[part].end(), 64, -7.0f);
+        }
+      }
+      const ShardView view{local[0].data(), local[1].data(), local[2].data(),
+                           share_of(held, rank / num_shards, replicas)};
+      auto record = write_shard(fs_, *partial, table_, view, meta, rank);
+      ASSERT_TRUE(record.ok()) << record.status().to_string();
+      records.push_back(*record);
+    }
+    std::vector<ShardRecord> all = records;
+    if (records.size() > 1) {
+      all.back() = records.front();
+      EXPECT_EQ(commit_checkpoint(fs_, dir_, *partial, meta, table_, all, 1).code(), StatusCode::kFailedPrecondition);
+    }
+    KTG_ASSERT_OK(commit_checkpoint(fs_, dir_, *partial, meta, table_, records, 1));
+    const auto info = newest_checkpoint(fs_, dir_, nullptr);
+    ASSERT_TRUE(info.ok()) << info.status().to_string();
+    KTG_EXPECT_OK(verify_checkpoint(fs_, *info));
+    TestState loaded(table_, kSeed + 1);
+    for (int rank = 0; rank < 7; ++rank) {
+      const ShardRange range = shard_range(table_.total_length(), rank, 7);
+      KTG_ASSERT_OK(load_state(fs_, *info, table_, loaded.weights.data() + range.begin, loaded.m.data() + range.begin,
+                               loaded.v.data() + range.begin, range));
+    }
+    EXPECT_EQ(loaded, state_) << num_shards << " shards, " << replicas << " replicas";
+  }
+}
+
+TEST_F(RoundTripTest, AShardThatHoldsATensorInTwoPiecesIsRefused) {
+  const auto partial = begin_checkpoint(fs_, dir_, 1, "a");
+  ASSERT_TRUE(partial.ok());
+  ShardView view{state_.weights.data(), state_.m.data(), state_.v.data(), {{0, 64, 0}, {128, 64, 128}}};
+  EXPECT_EQ(write_shard(fs_, *partial, table_, view, meta_at(1, 1), 0).status().code(), StatusCode::kInvalidArgument);
+  view.ranges = {{128, 64, 128}, {0, 64, 0}};
+  EXPECT_EQ(write_shard(fs_, *partial, table_, view, meta_at(1, 1), 0).status().code(), StatusCode::kInvalidArgument);
+}
+
+// What programs wrote before a shard could have several ranges.
+TEST_F(RoundTripTest, ManifestsOfVersion1AreRead) {
+  KTG_ASSERT_OK(save(fs_, dir_, table_, state_, meta_at(7, 2), 1));
+  const std::string path = dir_ + "/step-7/manifest.json";
+  auto text = fs_.read_file(path);
+  ASSERT_TRUE(text.ok());
+  auto json = unseal_json(*text);
+  ASSERT_TRUE(json.ok()) << json.status().to_string();
+  (*json)["version"] = 1;
+  for (Json& shard : (*json)["shards"]) {
+    shard["begin"] = shard["ranges"][0];
+    shard["count"] = shard["ranges"][1];
+    shard.erase("ranges");
+  }
+  KTG_ASSERT_OK(fs_.write_file(path, seal_json(*json).value()));
+  const auto info = newest_checkpoint(fs_, dir_, nullptr);
+  ASSERT_TRUE(info.ok()) << info.status().to_string();
+  TestState loaded(table_, kSeed + 1);
+  KTG_ASSERT_OK(load_all(fs_, *info, table_, loaded));
+  EXPECT_EQ(loaded, state_);
 }
 
 TEST_F(RoundTripTest, MetaComesBackWhole) {
@@ -197,13 +277,14 @@ TEST_F(RoundTripTest, CommitRefusesShardsThatDoNotCoverTheState) {
 }
 
 TEST_F(RoundTripTest, ShardRecordsTravelAsText) {
-  const ShardRecord record{"rank-3.h5", 64, 128, 4096, std::string(32, 'a'), 2048, std::string(32, 'b')};
+  const ShardRecord record{"rank-3.h5", {{64, 128}, {320, 64}}, 4096, std::string(32, 'a'), 2048, std::string(32, 'b')};
   const auto back = shard_record_from_json(to_json(record));
   ASSERT_TRUE(back.ok()) << back.status().to_string();
   EXPECT_EQ(to_json(*back), to_json(record));
   EXPECT_EQ(back->head_bytes, 2048);
+  EXPECT_EQ(back->ranges, record.ranges);
   for (const char* bad : {"", "{}", "[]", "nonsense",
-                          R"({"file":"../x","begin":0,"count":0,"size_bytes":0,"xxh3":"",)"
+                          R"({"file":"../x","ranges":[0,0],"size_bytes":0,"xxh3":"",)"
                           R"("head_bytes":0,"head_xxh3":""})"}) {
     EXPECT_EQ(shard_record_from_json(bad).status().code(), StatusCode::kInvalidArgument) << bad;
   }

@@ -2,6 +2,7 @@
 
 #include <openssl/sha.h>
 
+#include <cmath>
 #include <cstring>
 
 #include "tests/checkpoint/checkpoint_fixture.h"
@@ -56,7 +57,7 @@ std::string by_definition(const runtime::ParamTable& table, const runtime::Train
 class StateDigestTest : public testing::Test {
  protected:
   runtime::TrainState train_state() {
-    return {state_.weights.data(), state_.m.data(), state_.v.data(), table_.total_length(), 120, 2880};
+    return {state_.weights.data(), state_.m.data(), state_.v.data(), table_.total_length(), 120, 2880, {}};
   }
   runtime::ParamTable table_ = runtime::ParamTable::build(model_with_long_tensors());
   TestState state_{table_};
@@ -66,17 +67,67 @@ TEST_F(StateDigestTest, EqualsItsDefinition) {
   EXPECT_EQ(state_sha256(table_, train_state()), by_definition(table_, train_state()));
 }
 
+// What the ranks do, in one process: digest what lies whole in their memory, bring the rest together round by round.
+std::string shared_digest(const runtime::ParamTable& table, const runtime::TrainState& whole,
+                          const std::vector<std::vector<runtime::StateRange>>& flat_cover) {
+  // Each rank's memory holds its ranges alone, one behind the other.
+  const auto ranks = flat_cover.size();
+  std::vector<std::vector<runtime::StateRange>> cover(ranks);
+  std::vector<std::vector<float>> memory(3 * ranks);
+  const float* const buffers[] = {whole.weights, whole.m, whole.v};
+  for (size_t r = 0; r < ranks; ++r) {
+    for (runtime::StateRange range : flat_cover[r]) {
+      range.local_begin = static_cast<int64_t>(memory[3 * r].size());
+      cover[r].push_back(range);
+      for (size_t part = 0; part < 3; ++part) {
+        memory[3 * r + part].insert(memory[3 * r + part].end(), buffers[part] + range.begin,
+                                    buffers[part] + range.begin + range.count);
+      }
+    }
+  }
+  const std::vector<DigestBlock> blocks = plan_digest(table, cover);
+  std::vector<BlockDigest> all(blocks.size());
+  const auto values = [&](const DigestBlock& block, const DigestPiece& piece) {
+    return memory[3 * static_cast<size_t>(piece.rank) + static_cast<size_t>(block.part)].data() + piece.local_begin;
+  };
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    if (blocks[i].split()) continue;
+    all[i] = digest_of({values(blocks[i], blocks[i].pieces.front()), static_cast<size_t>(blocks[i].count)});
+  }
+  for (const DigestRound& round : plan_rounds(blocks, static_cast<int>(ranks))) {
+    EXPECT_LE(round.most, kDigestBlockElements);
+    std::vector<float> gathered(ranks * static_cast<size_t>(round.most), NAN);
+    visit_round(round, blocks, static_cast<int>(ranks), [&](const auto& block, const auto& piece, int64_t at) {
+      std::copy_n(values(block, piece), piece.count, &gathered[static_cast<size_t>(piece.rank * round.most + at)]);
+    });
+    std::vector<float> together;
+    for (const int64_t index : round.blocks) {
+      together.assign(static_cast<size_t>(blocks[static_cast<size_t>(index)].count), NAN);
+      visit_round(round, blocks, static_cast<int>(ranks), [&](const auto& block, const auto& piece, int64_t at) {
+        if (&block != &blocks[static_cast<size_t>(index)]) return;
+        std::copy_n(&gathered[static_cast<size_t>(piece.rank * round.most + at)], piece.count,
+                    &together[static_cast<size_t>(piece.begin)]);
+      });
+      all[static_cast<size_t>(index)] = digest_of(together);
+    }
+  }
+  return combine_digests(table, all, whole.step, whole.cursor);
+}
+
 TEST_F(StateDigestTest, RanksSharingTheBlocksAgreeWithOneRank) {
   const runtime::TrainState state = train_state();
-  const int64_t blocks = num_digest_blocks(table_);
-  for (const int64_t ranks : {2, 3, 8, 200}) {
-    std::vector<BlockDigest> all(static_cast<size_t>(blocks));
-    for (int64_t rank = 0; rank < ranks; ++rank) {
-      const int64_t begin = blocks * rank / ranks, end = blocks * (rank + 1) / ranks;
-      const auto mine = std::span(all).subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin));
-      ASSERT_TRUE(digest_blocks(table_, state, begin, mine).ok());
+  for (const int ranks : {1, 2, 3, 8, 200}) {
+    std::vector<std::vector<runtime::StateRange>> even(static_cast<size_t>(ranks)), by_unit = even;
+    for (int rank = 0; rank < ranks; ++rank) {
+      const ShardRange range = shard_range(table_.total_length(), rank, ranks);
+      even[static_cast<size_t>(rank)] = {{.begin = range.begin, .count = range.count, .local_begin = 0}};
+      for (const runtime::UnitInfo& unit : table_.units()) {
+        const ShardRange chunk = shard_range(unit.length, rank, ranks);
+        by_unit[static_cast<size_t>(rank)].push_back({unit.offset + chunk.begin, chunk.count, 0});
+      }
     }
-    EXPECT_EQ(combine_digests(table_, all, state.step, state.cursor), state_sha256(table_, state)) << ranks;
+    EXPECT_EQ(shared_digest(table_, state, even), state_sha256(table_, state)) << ranks;
+    EXPECT_EQ(shared_digest(table_, state, by_unit), state_sha256(table_, state)) << ranks;
   }
 }
 

@@ -73,8 +73,8 @@ inline void write_checkpoint(FileSystem& fs, const std::string& run, const runti
   std::vector<checkpoint::ShardRecord> shards;
   for (int rank = 0; rank < tiny.world_size; ++rank) {
     const checkpoint::ShardRange range = checkpoint::shard_range(table.total_length(), rank, tiny.world_size);
-    const checkpoint::ShardView view{weights.data() + range.begin, moments.data() + range.begin,
-                                     moments.data() + range.begin, range};
+    const checkpoint::ShardView view{
+        weights.data(), moments.data(), moments.data(), {{range.begin, range.count, range.begin}}};
     const Result<checkpoint::ShardRecord> shard = checkpoint::write_shard(fs, *partial, table, view, meta, rank);
     ASSERT_TRUE(shard.ok()) << shard.status().to_string();
     shards.push_back(*shard);

@@ -243,7 +243,7 @@ Status TrainingJob::snapshot_ready(int rank, int64_t step, int64_t cursor, void*
   const std::scoped_lock lock(mutex_);
   if (checkpoint_dir_.empty()) return ok_status();
   const runtime::ParamTable table = runtime::ParamTable::build(config_.model);
-  const int64_t count = checkpoint::shard_range(table.total_length(), rank, world_size_).count;
+  const int64_t count = state_layout(config_, table, rank, world_size_).slot_length;
   const float* data = static_cast<const float*>(slot);
   auto& shards = snapshots_[step];
   shards[rank].assign(data, data + 3 * count);
@@ -260,9 +260,9 @@ Status TrainingJob::snapshot_ready(int rank, int64_t step, int64_t cursor, void*
   KTG_ASSIGN_OR_RETURN(const std::string partial, checkpoint::begin_checkpoint(fs, checkpoint_dir_, step, "a"));
   std::vector<checkpoint::ShardRecord> records;
   for (const auto& [r, values] : shards) {
-    const checkpoint::ShardRange range = checkpoint::shard_range(table.total_length(), r, world_size_);
+    const checkpoint::ShardView view = snapshot_view(values.data(), state_layout(config_, table, r, world_size_));
     KTG_ASSIGN_OR_RETURN(const checkpoint::ShardRecord record,
-                         checkpoint::write_shard(fs, partial, table, snapshot_view(values.data(), range), meta, r));
+                         checkpoint::write_shard(fs, partial, table, view, meta, r));
     records.push_back(record);
   }
   resume_ = {.step = step, .dir = fmt::format("{}/step-{}", checkpoint_dir_, step)};

@@ -1,0 +1,36 @@
+// Who holds which part of the state, and how a part lies in a snapshot slot. Pure arithmetic over the configuration:
+// the trainer, the agent's writer and the memory plan of a rank all come to the same.
+//
+// A slot holds weights, then m, then v, `length` floats each. In data-parallel runs every rank holds the whole state,
+// so a slot has only the rank's even share of it. In sharded runs a slot is the rank's whole local state, padding
+// included, because nobody else may hold it.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "checkpoint/checkpoint.h"
+#include "launch/run_config.h"
+#include "runtime/model/param_table.h"
+#include "runtime/model/train_state.h"
+
+namespace kintsugi::launch {
+
+struct StateLayout {
+  std::vector<runtime::StateRange> held;     // by the rank, where it lies in its state's buffers
+  std::vector<runtime::StateRange> written;  // of that, what the rank brings to checkpoints and digests: all ranks
+                                             // together each element once
+  int64_t slot_length = 0;                   // floats of each of a slot's three buffers
+  int64_t slot_begin = 0;                    // the slot's first float in the state's buffers
+};
+
+// config.validate(world_size) holds.
+StateLayout state_layout(const RunConfig& config, const runtime::ParamTable& table, int rank, int world_size);
+// What every rank brings, by rank.
+std::vector<std::vector<runtime::StateRange>> state_cover(const RunConfig& config, const runtime::ParamTable& table,
+                                                          int world_size);
+
+// What of a slot goes into the rank's shard file.
+checkpoint::ShardView snapshot_view(const void* slot, const StateLayout& layout);
+
+}  // namespace kintsugi::launch
