@@ -64,7 +64,7 @@ StepTokens step_tokens(const RunConfig& config, int world_size) {
     const Result<parallel::BatchLayout> layout = config.batch_layout(r, world_size);
     const int64_t micro_step = layout->micro_batch * config.training.seq_len;
     tokens.micro_step = std::max(tokens.micro_step, micro_step);
-    tokens.step = std::max(tokens.step, layout->num_micro_steps * micro_step);
+    tokens.step = std::max(tokens.step, layout->share() * config.training.seq_len);
     tokens.num_micro_steps = std::max(tokens.num_micro_steps, layout->num_micro_steps);
   }
   return tokens;

@@ -63,7 +63,7 @@ TrainerImpl::TrainerImpl(const RunConfig& config, const WorkerEnvironment& envir
 TrainerImpl::~TrainerImpl() {
   if (device_ && device_->pinning.valid()) device_->pinning.wait();  // it refers to the members below
   // Work in flight refers to the communicator.
-  if (parallel_) parallel_->set_communicator(nullptr);
+  if (parallel_) parallel_->set_communicators({});
 }
 
 namespace {
@@ -163,10 +163,10 @@ Status TrainerImpl::build() {
                               static_cast<const float*>(state().v), parallel_->gradient()}) {
       touch_pages(part, state().length * static_cast<int64_t>(sizeof(float)));
     }
-    const int64_t share = layout_.num_micro_steps * layout_.micro_batch;
+    const int64_t share = layout_.share();
     inputs_.assign(share * training.seq_len, 0);
     targets_.assign(share * training.seq_len, 0);
-    losses_.assign(layout_.num_micro_steps, {});
+    losses_.assign(layout_.num_busy_micro_steps, {});
   } else {
     KTG_RETURN_IF_ERROR(build_device());
     // Runs that save nothing before their end pin at their end, and start sooner.
@@ -234,11 +234,18 @@ Status TrainerImpl::fetch(int64_t step) {
   environment_.link->begun(step);
   fault_step_ = step;
   KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kData, step));
-  const int64_t T = config_.training.seq_len;
-  const int64_t first = state().cursor + layout_.first_sample;
-  const int64_t share = layout_.num_micro_steps * layout_.micro_batch;
-  for (int64_t i = 0; i < share; ++i) train_data_->sample(first + i, &inputs_[i * T], &targets_[i * T]);
+  read_batch(state().cursor, inputs_.data(), targets_.data());
   return ok_status();
+}
+
+void TrainerImpl::read_batch(int64_t first_sample, int32_t* inputs, int32_t* targets) const {
+  const int64_t B = layout_.micro_batch, T = config_.training.seq_len;
+  for (int64_t m = 0; m < layout_.num_busy_micro_steps; ++m) {
+    for (int64_t b = 0; b < B; ++b) {
+      const int64_t at = (m * B + b) * T;
+      train_data_->sample(first_sample + layout_.first_sample_of(m) + b, inputs + at, targets + at);
+    }
+  }
 }
 
 // The sums over ranks start inside: backward hands each bucket to the communicator as it is completed.
@@ -248,6 +255,10 @@ Status TrainerImpl::forward_backward(int64_t step) {
   parallel_->begin_step(layout_);
   for (int64_t i = 0; i < layout_.num_micro_steps; ++i) {
     parallel_->begin_micro_step(i);
+    if (i >= layout_.num_busy_micro_steps) {
+      KTG_RETURN_IF_ERROR(parallel_->idle_micro_step(*stream_));
+      continue;
+    }
     const runtime::MicroBatch batch{.inputs = &inputs_[i * B * T], .targets = &targets_[i * B * T], .B = B, .T = T};
     KTG_RETURN_IF_ERROR(model_->forward_backward(batch, *parallel_, &losses_[i], *stream_));
   }

@@ -23,7 +23,7 @@ constexpr auto kCheckEvery = std::chrono::milliseconds(1);  // for faults, and s
 
 Status TrainerImpl::build_device() {
   DeviceStep& d = *device_;
-  const int64_t bytes = 2 * layout_.num_micro_steps * layout_.micro_batch * config_.training.seq_len * 4;
+  const int64_t bytes = 2 * layout_.share() * config_.training.seq_len * 4;
   KTG_ASSIGN_OR_RETURN(d.tokens, backend_->allocate(bytes, "batch"));
   for (runtime::Buffer& staged : d.staged) {
     KTG_ASSIGN_OR_RETURN(staged, backend_->allocate_host(bytes, "staged batch"));
@@ -64,13 +64,11 @@ Result<VoteOutcome> TrainerImpl::device_step(int64_t step) {
 // been published.
 Status TrainerImpl::stage(int64_t step) {
   DeviceStep& d = *device_;
-  const int64_t T = config_.training.seq_len, share = layout_.num_micro_steps * layout_.micro_batch;
-  const int64_t first = state().cursor + (step - state().step - 1) * layout_.global_batch + layout_.first_sample;
+  const int64_t first = state().cursor + (step - state().step - 1) * layout_.global_batch;
   if (d.staged_sample[step % 2] == first) return ok_status();
   auto* inputs = d.staged[step % 2].as<int32_t>();
-  int32_t* targets = inputs + share * T;
   d.staged_sample[step % 2] = -1;
-  for (int64_t i = 0; i < share; ++i) train_data_->sample(first + i, inputs + i * T, targets + i * T);
+  read_batch(first, inputs, inputs + layout_.share() * config_.training.seq_len);
   d.staged_sample[step % 2] = first;
   return ok_status();
 }
@@ -93,9 +91,13 @@ Status TrainerImpl::queue_step(int64_t step) {
 Status TrainerImpl::queue_model() {
   const int64_t B = layout_.micro_batch, T = config_.training.seq_len;
   const auto* inputs = device_->tokens.as<int32_t>();
-  const int32_t* targets = inputs + layout_.num_micro_steps * B * T;
+  const int32_t* targets = inputs + layout_.share() * T;
   for (int64_t i = 0; i < layout_.num_micro_steps; ++i) {
     parallel_->begin_micro_step(i);
+    if (i >= layout_.num_busy_micro_steps) {
+      KTG_RETURN_IF_ERROR(parallel_->idle_micro_step(*stream_));
+      continue;
+    }
     const runtime::MicroBatch batch{.inputs = inputs + i * B * T, .targets = targets + i * B * T, .B = B, .T = T};
     KTG_RETURN_IF_ERROR(model_->forward_backward(batch, *parallel_, parallel_->device_vote().losses(i), *stream_));
   }
@@ -116,7 +118,7 @@ Status TrainerImpl::queue_operations() {
   KTG_RETURN_IF_ERROR(queue_model());
   KTG_RETURN_IF_ERROR(parallel_->finish_reduce(*stream_, collective_deadline()));
   KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kBeforeVote, fault_step_));
-  KTG_RETURN_IF_ERROR(vote.enter(parallel_->gradient(), *stream_));
+  KTG_RETURN_IF_ERROR(parallel_->enter_vote(*stream_));
   if (device_communicator_) KTG_RETURN_IF_ERROR(vote.gather(*device_communicator_, *stream_, collective_deadline()));
   if (device_->snapshot) KTG_RETURN_IF_ERROR(device_->copied->wait_on(*stream_));
   return queue_update();
@@ -150,13 +152,13 @@ Status TrainerImpl::record_operations() {
     KTG_RETURN_IF_ERROR(begin());
     KTG_RETURN_IF_ERROR(queue_model());
     // At one rank what enters the vote follows without a break.
-    if (!device_communicator_) KTG_RETURN_IF_ERROR(vote.enter(parallel_->gradient(), *stream_));
+    if (!device_communicator_) KTG_RETURN_IF_ERROR(parallel_->enter_vote(*stream_));
     KTG_ASSIGN_OR_RETURN(std::unique_ptr<runtime::Graph> last, end());
     d.model_pieces.push_back({.graph = std::move(last), .sums = 0});
     KTG_RETURN_IF_ERROR(parallel_->finish_reduce(*stream_, collective_deadline()));
     if (device_communicator_) {
       KTG_RETURN_IF_ERROR(begin());
-      KTG_RETURN_IF_ERROR(vote.enter(parallel_->gradient(), *stream_));
+      KTG_RETURN_IF_ERROR(parallel_->enter_vote(*stream_));
       KTG_ASSIGN_OR_RETURN(d.vote_piece, end());
       KTG_RETURN_IF_ERROR(vote.gather(*device_communicator_, *stream_, collective_deadline()));
     }
@@ -180,7 +182,7 @@ Status TrainerImpl::replay_operations() {
   for (const DeviceStep::Piece& piece : d.model_pieces) {
     if (stop_.requested()) return aborted("stopped between two pieces of a step");
     if (piece.graph) KTG_RETURN_IF_ERROR(piece.graph->launch(*stream_));
-    for (int i = 0; i < piece.sums; ++i) KTG_RETURN_IF_ERROR(parallel_->reduce_next(*stream_));
+    for (int i = 0; i < piece.sums; ++i) KTG_RETURN_IF_ERROR(parallel_->replay_communication(*stream_));
   }
   KTG_RETURN_IF_ERROR(parallel_->finish_reduce(*stream_, collective_deadline()));
   if (d.vote_piece) {

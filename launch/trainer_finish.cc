@@ -103,7 +103,7 @@ StepTimes TrainerImpl::step_times() {
 }
 
 std::unique_ptr<StepTracer> TrainerImpl::create_tracer() const {
-  const int64_t tokens = layout_.num_micro_steps * layout_.micro_batch * config_.training.seq_len;
+  const int64_t tokens = layout_.share() * config_.training.seq_len;
   const trace::StepShape shape{.tokens = tokens,
                                .seq_len = config_.training.seq_len,
                                .element_bytes = kernels::size_of(config_.dtype()),

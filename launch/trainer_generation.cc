@@ -48,7 +48,7 @@ Status TrainerImpl::enter_generation(const Verdict& verdict) {
 }
 
 Status TrainerImpl::enter(const Verdict& verdict) {
-  parallel_->set_communicator(nullptr);
+  parallel_->set_communicators({});
   device_communicator_.reset();
   communicator_.reset();
   KTG_ASSIGN_OR_RETURN(
@@ -58,7 +58,7 @@ Status TrainerImpl::enter(const Verdict& verdict) {
   if (device_) {
     KTG_RETURN_IF_ERROR(join_devices());
   } else {
-    parallel_->set_communicator(communicator_.get());
+    parallel_->set_communicators({.world = communicator_.get()});
   }
   environment_.link->entered(EntryMilestone::kCommunicator);
   if (device_) KTG_RETURN_IF_ERROR(share_tuning());
@@ -90,7 +90,7 @@ Status TrainerImpl::join_devices() {
     KTG_ASSIGN_OR_RETURN(device_communicator_,
                          environment_.create_device_communicator(*communicator_, stop_, [&vote] { vote.close(); }));
   }
-  parallel_->set_communicator(device_communicator_.get());
+  parallel_->set_communicators({.world = device_communicator_.get()});
   if (environment_.rank != 0 || std::exchange(plan_printed_, true)) return ok_status();
   std::string message = fmt::format("{}\n{}", backend_->description(), plan_.to_string());
   if (device_communicator_) {
@@ -123,7 +123,7 @@ Status TrainerImpl::start_fresh() {
   for (float* const moments : {s.m, s.v}) {
     KTG_RETURN_IF_ERROR(backend_->zero(moments, s.length * static_cast<int64_t>(sizeof(float)), *stream_));
   }
-  KTG_RETURN_IF_ERROR(parallel_->weights_changed(*stream_));
+  KTG_RETURN_IF_ERROR(parallel_->weights_changed(*stream_, collective_deadline()));
   s.step = 0;
   s.cursor = 0;
   skipped_steps_ = 0;
@@ -145,7 +145,7 @@ Status TrainerImpl::load_checkpoint(const std::string& dir, int64_t step) {
   KTG_RETURN_IF_ERROR(fill_state([&](float* weights, float* m, float* v, int64_t begin, int64_t count) {
     return checkpoint::load_state(fs, info, model_->params(), weights, m, v, {.begin = begin, .count = count});
   }));
-  KTG_RETURN_IF_ERROR(parallel_->weights_changed(*stream_));
+  KTG_RETURN_IF_ERROR(parallel_->weights_changed(*stream_, collective_deadline()));
   s.step = info.meta.step;
   s.cursor = info.meta.cursor;
   const SnapshotNotes notes = parse_snapshot_notes(info.meta.extra_json, s.step);
@@ -188,7 +188,7 @@ Status TrainerImpl::join_survivors(const Verdict& verdict) {
   }
   KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kDuringRecovery, committed));
   KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kDuringRecovery, committed + 1));
-  KTG_RETURN_IF_ERROR(share_state(verdict.source_rank, joins));
+  KTG_RETURN_IF_ERROR(share_state(verdict.joining_ranks, verdict.source_rank));
   if (joins) environment_.link->updated(committed);
   if (committed > 0) {
     owed_ = verdict.vote.step == committed ? verdict.vote : VoteOutcome{.step = committed};
@@ -197,15 +197,16 @@ Status TrainerImpl::join_survivors(const Verdict& verdict) {
 }
 
 // Joining ranks copy the source's state while the others digest theirs; then all digests must agree.
-Status TrainerImpl::share_state(int source_rank, bool joins) {
+Status TrainerImpl::share_state(uint64_t joining_ranks, int source_rank) {
   struct Numbers {
     int64_t step, cursor, skipped_steps;
   };
+  const bool joins = (joining_ranks >> environment_.rank & 1) != 0;
   runtime::TrainState& s = state();
   Numbers numbers{.step = s.step, .cursor = s.cursor, .skipped_steps = skipped_steps_};
   KTG_ASSIGN_OR_RETURN(const comm::WorkPtr numbers_sent,
                        communicator_->broadcast(&numbers, sizeof(numbers), source_rank, *stream_));
-  KTG_RETURN_IF_ERROR(parallel_->begin_fetch(source_rank, joins, *stream_));
+  KTG_RETURN_IF_ERROR(parallel_->begin_fetch(joining_ranks, source_rank, *stream_));
   KTG_RETURN_IF_ERROR(numbers_sent->wait(collective_deadline()));
   s.step = numbers.step;
   s.cursor = numbers.cursor;

@@ -70,6 +70,8 @@ class TrainerImpl final : public Trainer {
   // The step and its phases.
   Result<VoteOutcome> step(int64_t step);
   Status fetch(int64_t step);
+  // This rank's share of the step whose first sample is given, micro-step by micro-step.
+  void read_batch(int64_t first_sample, int32_t* inputs, int32_t* targets) const;
   Status forward_backward(int64_t step);
   Status finish_reduce(int64_t step);
   Result<VoteOutcome> vote(int64_t step);
@@ -123,7 +125,7 @@ class TrainerImpl final : public Trainer {
   Status start_fresh();
   Status load_checkpoint(const std::string& dir, int64_t step);
   Status join_survivors(const Verdict& verdict);
-  Status share_state(int source_rank, bool joins);
+  Status share_state(uint64_t joining_ranks, int source_rank);
 
   Status take_snapshot();
   Status begin_device_snapshot();

@@ -59,11 +59,14 @@ Result<BatchLayout> plan_batch(int64_t global_batch, int64_t micro_batch_size, c
   layout.global_batch = global_batch;
   if (config.fixed_order()) {
     const int64_t begin = rank * V / N, end = (rank + 1) * V / N;
+    const bool interleaved = config.sharded();
     layout.micro_batch = global_batch / V;
-    layout.first_shard = begin;
-    layout.num_micro_steps = end - begin;
-    layout.first_sample = begin * layout.micro_batch;
+    layout.num_micro_steps = interleaved ? (V + N - 1) / N : end - begin;
+    layout.num_busy_micro_steps = interleaved ? (V - rank + N - 1) / N : end - begin;
+    layout.first_sample = (interleaved ? rank : begin) * layout.micro_batch;
+    layout.sample_stride = (interleaved ? N : 1) * layout.micro_batch;
     layout.num_shards = V;
+    layout.interleaved = interleaved;
     return layout;
   }
   const int64_t share = global_batch / N;
@@ -75,8 +78,9 @@ Result<BatchLayout> plan_batch(int64_t global_batch, int64_t micro_batch_size, c
         micro_batch_size, share, global_batch, N, fmt::join(divisors(share), ", "),
         nearest_multiples(global_batch, N * micro_batch_size)));
   }
-  layout.num_micro_steps = share / layout.micro_batch;
+  layout.num_micro_steps = layout.num_busy_micro_steps = share / layout.micro_batch;
   layout.first_sample = rank * share;
+  layout.sample_stride = layout.micro_batch;
   return layout;
 }
 

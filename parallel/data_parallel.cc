@@ -112,24 +112,29 @@ Status DataParallel::allocate(comm::SymmetricHeap& heap) {
   return ok_status();
 }
 
-Status DataParallel::weights_changed(runtime::Stream& stream) {
+uint64_t DataParallel::holders_of(int) const {
+  return options_.world_size == 64 ? ~uint64_t{0} : (uint64_t{1} << options_.world_size) - 1;
+}
+
+Status DataParallel::weights_changed(runtime::Stream& stream, Deadline) {
   if (options_.dtype == DType::kF32) return ok_status();
   return stream.launched(backend_.kernels().reduce->convert(compute_copy_.data(), state_.weights, state_.length,
                                                             options_.dtype, stream.handle()),
                          "convert weights");
 }
 
-void DataParallel::set_communicator(comm::Communicator* communicator) {
+void DataParallel::set_communicators(const Communicators& communicators) {
   in_flight_.clear();
   fetches_.clear();
   completed_ = 0;
-  communicator_ = communicator;
+  communicator_ = communicators.world;
 }
 
-Status DataParallel::begin_fetch(int source, bool receive, runtime::Stream& stream) {
+Status DataParallel::begin_fetch(uint64_t joining, int source_rank, runtime::Stream& stream) {
+  const bool receive = (joining >> options_.rank & 1) != 0;
   const int64_t bytes = state_.length * static_cast<int64_t>(sizeof(float));
   for (float* part : {state_.weights, state_.m, state_.v}) {
-    KTG_ASSIGN_OR_RETURN(comm::WorkPtr work, communicator_->fetch(part, bytes, source, receive, stream));
+    KTG_ASSIGN_OR_RETURN(comm::WorkPtr work, communicator_->fetch(part, bytes, source_rank, receive, stream));
     fetches_.push_back(std::move(work));
   }
   return ok_status();
@@ -138,7 +143,7 @@ Status DataParallel::begin_fetch(int source, bool receive, runtime::Stream& stre
 Status DataParallel::finish_fetch(runtime::Stream& stream, Deadline deadline) {
   for (const comm::WorkPtr& work : fetches_) KTG_RETURN_IF_ERROR(work->wait(deadline));
   fetches_.clear();
-  return weights_changed(stream);
+  return weights_changed(stream, deadline);
 }
 
 void DataParallel::begin_step(const BatchLayout& layout) {

@@ -3,16 +3,8 @@
 //
 // State and gradients lie in the symmetric heap (on a GPU: of device memory), where peers read them in place: that
 // makes the all-reduce cheap, and lets a replacement copy the state out of a living rank. Sums are fp32 and cover the
-// sum of token losses; the division by the global number of targets happens once, in the update.
-//
-// A step:
-//   begin_step(); for each micro-step { begin_micro_step(i); model.forward_backward(..., *this, ...); }
-//   finish_reduce(); vote(); update();
-// On a device none of these waits: finish_reduce() makes the stream wait for the sums, device_vote() takes the place of
-// vote(), and update() reads its scalars where the vote left them.
-// Until update() has begun, a step may be dropped at any point and begun anew. From finish_reduce() until the next
-// begin_step() the gradient is complete, so an update that peers have made can still be made here.
-// Not thread safe; one stream.
+// sum of token losses; the division by the global number of targets happens once, in the update. How a step goes:
+// parallel_mode.h.
 #pragma once
 
 #include <functional>
@@ -20,16 +12,10 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
-#include "parallel/batch_layout.h"
 #include "parallel/bucket_plan.h"
-#include "parallel/device_vote.h"
 #include "parallel/gradient_stack.h"
-#include "parallel/vote.h"
+#include "parallel/parallel_mode.h"
 #include "runtime/model/param_table.h"
-#include "runtime/model/train_state.h"
-#include "runtime/model/transformer.h"
-#include "runtime/trace/timeline.h"
 
 namespace kintsugi::parallel {
 
@@ -42,10 +28,7 @@ struct DataParallelOptions {
   int64_t first_bucket_bytes = 1 << 20, bucket_bytes = 4 << 20;
 };
 
-// Places inside a step that the caller can name: where deliberate faults strike.
-enum class StepPoint { kForward, kBackward, kMidReduce, kMidUpdate };
-
-class DataParallel final : public runtime::UnitAccess {
+class DataParallel final : public ParallelMode {
  public:
   // Takes plan_state_memory() bytes from `heap`, always in the same order, and writes nothing to it: another process of
   // this rank may be training there. `table`, `backend` and `heap` outlive it. `stream` carries what little a device
@@ -57,47 +40,38 @@ class DataParallel final : public runtime::UnitAccess {
   // Device memory that create() takes beside the heap and the compute copy.
   static int64_t device_bytes(const runtime::ParamTable& table, int64_t num_micro_steps);
 
-  runtime::TrainState& state() { return state_; }
-  const runtime::TrainState& state() const { return state_; }
-  // Call after anything but update() has written weights: refreshes the compute copy.
-  Status weights_changed(runtime::Stream& stream);
-
-  // The generation's communicator; whatever was in flight on the one before is forgotten. Outlives its use here. Null
-  // at one rank of a device: then nothing is summed with anybody.
-  void set_communicator(comm::Communicator* communicator);
-  // Called at each StepPoint; an error ends the step there.
-  void set_probe(std::function<Status(StepPoint)> probe) { probe_ = std::move(probe); }
-  // Called around each call of the communicator inside backward: where a recording must be interrupted. Null: nobody.
-  using Around = std::function<Status(const std::function<Status()>& call)>;
-  void set_around_communication(Around around) { around_ = std::move(around); }
-
-  // Collective, in two halves. Ranks with receive = true get weights and moments of `source`, read where they lie.
-  // Between the halves the others may read their state, and must not write it.
-  Status begin_fetch(int source, bool receive, runtime::Stream& stream);
-  Status finish_fetch(runtime::Stream& stream, Deadline deadline);
-
-  void begin_step(const BatchLayout& layout);
-  void begin_micro_step(int64_t micro_step);
-  // Waits for the sums still in flight. The reduced gradient is then complete here.
-  Status finish_reduce(runtime::Stream& stream, Deadline deadline);
-  Result<VoteResult> vote(const VoteBallot& ballot, runtime::Stream& stream, Deadline deadline);
-  // On a device only (Backend::asynchronous()).
-  DeviceVote& device_vote() { return *device_vote_; }
-  // Gives the next bucket to the communicator: what backward does by itself, for a backward that is replayed.
-  Status reduce_next(runtime::Stream& stream) { return reduce(buckets_[next_bucket_], stream); }
-  size_t next_bucket() const { return next_bucket_; }
-  // AdamW over all parameters. `scalars` lies where kernels read it when they run. Give it a stream without a stop
-  // token: half an update must not exist.
-  Status update(const kernels::AdamWScalars* scalars, runtime::Stream& stream);
-
-  // Where the spans of units ("forward block.0") and of buckets in flight go; null: nowhere.
-  void set_timelines(trace::Timeline* units, trace::Timeline* buckets);
   const float* gradient() const { return buffers_[0]; }
   // What the kernels read: the master weights in fp32, else their rounded copy.
   const void* compute_weights() const {
     return compute_copy_.data() != nullptr ? compute_copy_.data() : state_.weights;
   }
   const std::vector<Bucket>& buckets() const { return buckets_; }
+
+  // ParallelMode. Only Communicators::world is used; null at one rank of a device: then nothing is summed with anybody.
+  using ParallelMode::state;
+  runtime::TrainState& state() override { return state_; }
+  uint64_t holders_of(int rank) const override;
+  void set_communicators(const Communicators& communicators) override;
+  Status weights_changed(runtime::Stream& stream, Deadline deadline) override;
+  Status begin_fetch(uint64_t joining, int source_rank, runtime::Stream& stream) override;
+  Status finish_fetch(runtime::Stream& stream, Deadline deadline) override;
+  void begin_step(const BatchLayout& layout) override;
+  void begin_micro_step(int64_t micro_step) override;
+  // Nothing: a rank without samples has no micro-step here.
+  Status idle_micro_step(runtime::Stream&) override { return ok_status(); }
+  void begin_forward() override {}
+  Status idle_forward(runtime::Stream&) override { return ok_status(); }
+  Status finish_reduce(runtime::Stream& stream, Deadline deadline) override;
+  Result<VoteResult> vote(const VoteBallot& ballot, runtime::Stream& stream, Deadline deadline) override;
+  DeviceVote& device_vote() override { return *device_vote_; }
+  Status enter_vote(runtime::Stream& stream) override { return device_vote_->enter(gradient(), stream); }
+  Status update(const kernels::AdamWScalars* scalars, runtime::Stream& stream) override;
+  void set_probe(std::function<Status(StepPoint)> probe) override { probe_ = std::move(probe); }
+  void set_around_communication(Around around) override { around_ = std::move(around); }
+  bool can_replay() const override { return true; }
+  // Gives the next bucket to the communicator.
+  Status replay_communication(runtime::Stream& stream) override { return reduce(buckets_[next_bucket_], stream); }
+  void set_timelines(trace::Timeline* units, trace::Timeline* buckets) override;
 
   // UnitAccess.
   Result<Weights> acquire(int unit, runtime::Stream& stream) override;

@@ -86,6 +86,10 @@ class ParallelMode : public runtime::UnitAccess {
   // nobody.
   using Around = std::function<Status(const std::function<Status()>& call)>;
   virtual void set_around_communication(Around around) = 0;
+  // Whether a step may be recorded into graphs and replayed: between the pieces replay_communication() repeats the
+  // calls that were made around, one by one and in their order.
+  virtual bool can_replay() const = 0;
+  virtual Status replay_communication(runtime::Stream& stream) = 0;
   // Where the spans of units ("forward block.0") and of collectives in flight go; null: nowhere.
   virtual void set_timelines(trace::Timeline* units, trace::Timeline* collectives) = 0;
 };

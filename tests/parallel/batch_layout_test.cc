@@ -28,7 +28,7 @@ TEST(BatchLayoutTest, FixedOrderRunsOneVirtualShardAtATimeWhateverTheMicroBatch)
   for (const int64_t micro : {0, 1, 24}) {
     const BatchLayout layout = plan_batch(24, micro, fixed(8), 1, 3).value();
     EXPECT_EQ(layout.micro_batch, 3);
-    EXPECT_EQ(layout.first_shard, 2);
+    EXPECT_EQ(layout.shard_of(0), 2);
     EXPECT_EQ(layout.num_micro_steps, 3);
     EXPECT_EQ(layout.first_sample, 6);
   }
@@ -46,6 +46,34 @@ TEST(BatchLayoutTest, RanksCoverTheBatchOnceInOrder) {
       EXPECT_EQ(next, 24);
     }
   }
+}
+
+TEST(BatchLayoutTest, ShardedModesRunEveryVirtualShardOnceAndAllRanksTakeEquallyManyMicroSteps) {
+  ParallelConfig config = fixed(8);
+  config.mode = "zero3";
+  for (const int N : {1, 2, 3, 4, 6, 8}) {
+    std::vector<int> runs(24);
+    for (int r = 0; r < N; ++r) {
+      const BatchLayout layout = plan_batch(24, 0, config, r, N).value();
+      EXPECT_EQ(layout.num_micro_steps, (8 + N - 1) / N);
+      EXPECT_GE(layout.num_busy_micro_steps, layout.num_micro_steps - 1);
+      for (int64_t m = 0; m < layout.num_busy_micro_steps; ++m) {
+        EXPECT_EQ(layout.shard_of(m), m * N + r);
+        EXPECT_EQ(layout.first_sample_of(m), layout.shard_of(m) * 3);
+        for (int64_t b = 0; b < layout.micro_batch; ++b) ++runs[layout.first_sample_of(m) + b];
+      }
+    }
+    EXPECT_THAT(runs, testing::Each(1)) << N << " ranks";
+  }
+}
+
+TEST(BatchLayoutTest, ShardedModesShareTheBatchInFastOrderAsOthersDo) {
+  ParallelConfig config;
+  config.mode = "zero2";
+  const BatchLayout layout = plan_batch(24, 4, config, 1, 2).value();
+  EXPECT_EQ(layout.first_sample_of(2), 20);
+  EXPECT_EQ(layout.num_micro_steps, 3);
+  EXPECT_EQ(layout.num_busy_micro_steps, 3);
 }
 
 TEST(BatchLayoutTest, RanksThatDoNotDivideTheBatchAreRefusedAndWhatWouldFitIsSaid) {
