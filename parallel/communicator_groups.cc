@@ -21,7 +21,7 @@ std::vector<comm::Group> communicator_groups(const Mesh& mesh, int rank) {
   return groups;
 }
 
-Communicators bind(std::span<const std::unique_ptr<comm::Communicator>> made) {
+Communicators bind_communicators(std::span<const std::unique_ptr<comm::Communicator>> made) {
   KTG_CHECK(made.size() == 1 || made.size() == 3 || made.size() == 4) << made.size();
   Communicators bound{.world = made[0].get()};
   if (made.size() > 2) {

@@ -7,7 +7,8 @@
 //           2   the same: reduce-scatters              with more than one shard
 //           3   the ranks that hold the same shard     with shards and replicas
 //
-// Every rank makes its groups in this order, and there are equally many on all. Pure arithmetic, but for bind().
+// Every rank makes its groups in this order, and there are equally many on all. All but bind_communicators() is pure
+// arithmetic.
 #pragma once
 
 #include <memory>
@@ -27,6 +28,6 @@ int num_channels(const Mesh& mesh);
 std::vector<comm::Group> communicator_groups(const Mesh& mesh, int rank);
 // `made`: one communicator for each of communicator_groups(), in their order. Without shards `replica` is null: then
 // Communicators::world has the ranks that hold the same.
-Communicators bind(std::span<const std::unique_ptr<comm::Communicator>> made);
+Communicators bind_communicators(std::span<const std::unique_ptr<comm::Communicator>> made);
 
 }  // namespace kintsugi::parallel
