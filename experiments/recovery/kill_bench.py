@@ -105,12 +105,17 @@ class Job:
             raise SystemExit(f"exit code {code}: see {self.out}.output")
         return json.loads((self.out / "summary.json").read_text())
 
-    def step_times(self) -> list[float]:
-        """Seconds of each step that was not interrupted."""
+    def metrics(self) -> list[dict]:
         path = self.out / "metrics.jsonl"
         text = path.read_text() if path.exists() else ""
-        lines = [json.loads(line) for line in text[:text.rfind("\n") + 1].splitlines()]
-        return [l["time_metrics/end_to_end(s)"] for l in lines if "time_metrics/end_to_end(s)" in l]
+        return [json.loads(line) for line in text[:text.rfind("\n") + 1].splitlines()]
+
+    def step_times(self) -> list[float]:
+        """Seconds of each step that was not interrupted."""
+        return [l["time_metrics/end_to_end(s)"] for l in self.metrics() if "time_metrics/end_to_end(s)" in l]
+
+    def step(self) -> int:
+        return max((l["step"] for l in self.metrics()), default=0)
 
 
 def spares_starting(job: Job, spares: int) -> int:
@@ -164,6 +169,12 @@ def describe_ranks(kill: dict) -> str:
             "  ".join(f"{n[:-3]} {replacement[n]:.0f}" for n in names if replacement[n] is not None))
 
 
+def pace_of(job: Job) -> float:
+    """Seconds of a step, once the first ones are over."""
+    times = job.step_times()
+    return statistics.median(times[min(5, len(times) // 2):])
+
+
 def arguments(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
@@ -173,7 +184,7 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--mend", type=float, default=1.5, help="seconds from a kill until the next may come, at most")
     parser.add_argument("--settle", type=float, default=0, help="seconds that the first spares take to be ready")
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=0, help="of the job; 0: enough for the kills")
+    parser.add_argument("--steps", type=int, default=0, help="of the job; 0: enough for the kills, by the pace of a short run")
     parser.add_argument("--window", type=float, default=1.0, help="seconds in which a kill falls")
     parser.add_argument("--eager", action="store_true", help="kill whoever has a spare ready; do not wait for all")
     parser.add_argument("--seed", type=int, default=1)
@@ -189,19 +200,19 @@ def measure(args: argparse.Namespace) -> dict:
     rng = random.Random(args.seed)
 
     # Nobody dies in these: no spares, so that what they take of the machine does not count.
-    warm = Job(args, "pace", args.pace_steps, ["recovery.spares=0"])
-    warm.finish()
-    times = warm.step_times()
-    pace = statistics.median(times[min(5, len(times) // 2):])
-    # A kill needs its window, the mending, the step that follows, and the new spare's start behind training.
-    steps = args.steps or int((args.settle + args.kills * (args.window / 2 + args.mend)) / pace) + max(5, args.pace_steps)
-    print(f"undisturbed pace: {pace * 1e3:.0f} ms a step; {steps} steps for {args.kills} kills; seed {args.seed}", flush=True)
+    steps = args.steps
+    if not steps:
+        warm = Job(args, "pace", args.pace_steps, ["recovery.spares=0"])
+        warm.finish()
+        # A kill needs its window, the mending, the step that follows, and the new spare's start behind training.
+        seconds = args.settle + args.kills * (args.window / 2 + args.mend)
+        steps = int(seconds / pace_of(warm)) + max(5, args.pace_steps)
+    print(f"{steps} steps for {args.kills} kills; seed {args.seed}", flush=True)
 
     job = Job(args, "disturbed", steps, [])
     kills = []
     # The step that a kill interrupts must not be the last, and the window may take steps of its own.
-    last = steps - 3 - int(args.window / pace)
-    while len(kills) < args.kills and len(job.step_times()) < last:
+    while len(kills) < args.kills and job.step() + args.window / min(job.step_times(), default=1) < steps - 3:
         try:
             kills.append(kill_one(job, rng, args.ranks, args.window, args.spares, args.eager))
         except JobEnded:
@@ -217,6 +228,7 @@ def measure(args: argparse.Namespace) -> dict:
     disturbed = job.finish()
     alone = Job(args, "undisturbed", steps, ["recovery.spares=0"])
     undisturbed = alone.finish()
+    pace = pace_of(alone)
 
     begun = [k["begun_ms"] for k in kills]
     committed = [k["committed_ms"] for k in kills]
