@@ -4,8 +4,10 @@
 
 #include <algorithm>
 
+#include "comm/nccl/nccl_environment.h"
 #include "parallel/data_parallel.h"
 #include "parallel/state_memory.h"
+#include "runtime/cuda/cuda_backend.h"
 #include "runtime/model/transformer.h"
 
 namespace kintsugi::launch {
@@ -110,6 +112,9 @@ MemoryPlan plan_memory(const RunConfig& config, int world_size, const runtime::B
     if (whole) {
       plan.items.push_back({"scalars", parallel::DataParallel::device_bytes(table, tokens.num_micro_steps), mine});
       plan.items.push_back({"libraries", backend->library_bytes(), mine});
+      const comm::NcclPlace place{
+          .rank = 0, .ranks_on_host = world_size, .gpus_on_host = runtime::count_cuda_devices().count};
+      if (world_size > 1) plan.items.push_back({"NCCL", comm::nccl_device_bytes(config.comm, place), mine});
     }
   }
   for (MemoryPlan::Item& item : plan.items) {

@@ -1,5 +1,7 @@
 #include "comm/nccl/nccl_environment.h"
 
+#include <algorithm>
+
 namespace kintsugi::comm {
 
 std::vector<EnvironmentEntry> nccl_environment(const CommConfig& config, const NcclPlace& place) {
@@ -22,6 +24,20 @@ std::vector<EnvironmentEntry> nccl_environment(const CommConfig& config, const N
     entries.push_back({"NCCL_BUFFSIZE", std::to_string(config.nccl_buffsize), /*overrides=*/true});
   }
   return entries;
+}
+
+int64_t nccl_device_bytes(const CommConfig& config, const NcclPlace& place) {
+  constexpr int64_t kMiB = 1 << 20, kOwnBytes = 202 * kMiB;
+  if (place.ranks_on_host == 1) return 0;
+  if (place.shares_gpu()) return kOwnBytes;
+  constexpr int64_t kConnections = 3;    // from the ring's predecessor, from and to the tree's neighbours
+  constexpr int64_t kMostChannels = 24;  // over NVSwitch
+  constexpr int64_t kSimpleBytes = 4 * kMiB, kLlBytes = 512 << 10, kLl128Bytes = 4'915'200;
+  constexpr int64_t kGranularity = 2 * kMiB;  // of memory that other processes open
+  const int64_t channels = config.max_ctas > 0 ? std::min(config.max_ctas, kMostChannels) : kMostChannels;
+  const int64_t simple = config.nccl_buffsize > 0 ? config.nccl_buffsize : kSimpleBytes;
+  const int64_t received = (simple + kLlBytes + kLl128Bytes + kGranularity - 1) / kGranularity * kGranularity;
+  return kOwnBytes + channels * kConnections * (received + /*the sender's counters*/ kGranularity);
 }
 
 std::string warning_of(const NcclPlace& place) {

@@ -2,6 +2,7 @@
 // Pure functions.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -29,6 +30,13 @@ struct NcclPlace {
 // comm.algorithm is read at each communicator's start, comm.protocol too; comm.nccl_buffsize once a process.
 // The algorithm is all_reduce's alone: NCCL has no tree for the others.
 std::vector<EnvironmentEntry> nccl_environment(const CommConfig& config, const NcclPlace& place);
+
+// Device memory that NCCL takes for a rank's first communicator: what it keeps whoever the peers are, 202 MiB
+// (measured: 2.28.9 on an H200, after the first sum), and where ranks have a GPU each the buffers that peers write to.
+// Those are an upper bound from its source (2.28.9, p2p.cc and init.cc): a ring and a tree on each channel, 24 channels
+// unless comm.max_ctas says less, each connection with a buffer for each protocol. Ranks that share a GPU have them in
+// host memory. 0 for one rank.
+int64_t nccl_device_bytes(const CommConfig& config, const NcclPlace& place);
 
 // One line for people; empty when every rank has a GPU.
 std::string warning_of(const NcclPlace& place);

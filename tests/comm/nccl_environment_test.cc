@@ -61,6 +61,21 @@ TEST(NcclEnvironmentTest, SettingsThatNcclDoesNotKnowAreRefusedByName) {
   EXPECT_EQ(check_nccl_config(config).code(), StatusCode::kInvalidArgument);
 }
 
+TEST(NcclEnvironmentTest, TheMemoryOfACommunicatorFollowsItsBuffers) {
+  constexpr int64_t kMiB = 1 << 20;
+  EXPECT_EQ(nccl_device_bytes({}, {.rank = 0, .ranks_on_host = 1, .gpus_on_host = 1}), 0);
+  const NcclPlace shared{.rank = 1, .ranks_on_host = 4, .gpus_on_host = 1},
+      own{.rank = 1, .ranks_on_host = 4, .gpus_on_host = 4};
+  const int64_t base = nccl_device_bytes({}, shared);
+  EXPECT_EQ(base, 202 * kMiB);
+  EXPECT_EQ(nccl_device_bytes({}, own), base + 24 * 3 * (10 + 2) * kMiB);
+  CommConfig config;
+  config.max_ctas = 4;
+  config.nccl_buffsize = 16 * kMiB;
+  EXPECT_EQ(nccl_device_bytes(config, own), base + 4 * 3 * (22 + 2) * kMiB);
+  EXPECT_EQ(nccl_device_bytes(config, shared), base);
+}
+
 TEST(NcclEnvironmentTest, OneRankNeedsNoNccl) {
   const auto backend = runtime::create_cpu_backend({.num_threads = 1});
   const auto heap = LocalWorld::create_heap(1 << 20);
