@@ -162,9 +162,10 @@ fe::error_t build_plan(Graph& graph, const std::string& chosen, cudnnHandle_t ha
   for (int64_t i = 0; i < graph.get_execution_plan_count() && !chosen.empty(); ++i) {
     std::string name;
     if (graph.get_plan_name_at_index(i, name).is_good() && name == chosen && graph.build_plan_at_index(i).is_good()) {
-      return {fe::error_code_t::OK, ""};
+      break;
     }
   }
+  // Where a plan has been built this builds no other, and makes the graph ready all the same.
   return graph.build_plans(fe::BuildPlanPolicy_t::HEURISTICS_CHOICE);
 }
 
