@@ -278,11 +278,8 @@ KernelError launch_norm_backward(NormBackward<T> a, float* dw, float* db, void* 
   };
   constexpr Constant<1> kOne{};
   constexpr Constant<2> kTwo{};
-  constexpr Constant<3> kThree{};
-  constexpr Constant<4> kFour{};
-  constexpr Constant<kMean ? 3 : 4> kManyBlocks{};  // what registers allow
-  constexpr Constant<kMean ? 2 : 3> kSomeBlocks{};
   constexpr Constant<256> kQuarter{};
+  constexpr Constant<kNormBackwardThreads> kHalf{};
   const bool vectors =
       C % kVec == 0 && layout.outer_stride % kVec == 0 && aligned16(a.dx, a.dy, a.x, a.dresidual, a.w, workspace);
   const int64_t packs = C / kVec;
@@ -292,18 +289,15 @@ KernelError launch_norm_backward(NormBackward<T> a, float* dw, float* db, void* 
         <<<static_cast<uint32_t>(plan.blocks), kNormBackwardThreads, 0, stream_of(stream)>>>(
             a, rows_of(N, C, layout, kNormBackwardThreads), plan.rows_per_block);
   } else if (packs <= 32) {
-    launch(kOne, kFour, kQuarter, kTwo, lanes_for(packs));
+    launch(kOne, Constant<4>{}, kQuarter, kTwo, lanes_for(packs));
   } else if (packs <= 64) {
     launch(kTwo, kTwo, kQuarter, kTwo, 32);
   } else if (packs <= 96) {
-    launch(kThree, kOne, kQuarter, kTwo, 32);
+    launch(Constant<3>{}, kOne, kQuarter, kTwo, 32);
   } else if (packs <= 256) {
-    // A row's threads wait for each other between their loads and their stores: other blocks must be loading then.
-    launch(kOne, kTwo, kQuarter, kManyBlocks, round_up(packs, 32));
-  } else if (packs <= 512) {
-    launch(kTwo, kOne, kQuarter, kSomeBlocks, round_up(ceil_div(packs, 2), 32));
+    launch(kOne, Constant<4>{}, kQuarter, kTwo, round_up(packs, 32));
   } else {
-    launch(kTwo, kTwo, Constant<kNormBackwardThreads>{}, kOne, round_up(ceil_div(packs, 2), 32));
+    launch(kTwo, kTwo, kHalf, kOne, round_up(ceil_div(packs, 2), 32));
   }
   const KernelError error = launch_error();
   if (error != kKernelOk) return error;
