@@ -65,7 +65,8 @@ class CheckpointWriter final : public ShardWriter {
       : config_(std::move(config)),
         rank_(context.setup.rank),
         world_size_(context.setup.world_size),
-        checkpoint_dir_(checkpoint_dir_of(context.setup.out_dir)),
+        out_dir_(context.setup.out_dir),
+        checkpoint_dir_(checkpoint_dir_of(out_dir_)),
         table_(runtime::ParamTable::build(config_.model)),
         plan_(plan_memory(config_, world_size_)),
         shard_fs_(plans(context, rank_, rank_ + 1)),
@@ -102,8 +103,11 @@ class CheckpointWriter final : public ShardWriter {
     }
     KTG_ASSIGN_OR_RETURN(const std::string dir,
                          checkpoint::begin_checkpoint(commit_fs_, checkpoint_dir_, step, ticket.attempt));
-    KTG_RETURN_IF_ERROR(checkpoint::commit_checkpoint(commit_fs_, checkpoint_dir_, dir, meta(step, ticket), table_,
-                                                      shards, config_.checkpoint.keep));
+    checkpoint::CheckpointMeta whole = meta(step, ticket);
+    // The shard's notes have been read; what the whole run shares joins them here.
+    if (notes_.vote.step == step) whole.extra_json = to_json(notes_, read_tuning(out_dir_));
+    KTG_RETURN_IF_ERROR(checkpoint::commit_checkpoint(commit_fs_, checkpoint_dir_, dir, whole, table_, shards,
+                                                      config_.checkpoint.keep));
     return checkpoint_dir_ + "/step-" + std::to_string(step);
   }
 
@@ -138,7 +142,7 @@ class CheckpointWriter final : public ShardWriter {
   const RunConfig config_;
   const int rank_;
   const int world_size_;
-  const std::string checkpoint_dir_;
+  const std::string out_dir_, checkpoint_dir_;
   const runtime::ParamTable table_;
   const MemoryPlan plan_;
   SnapshotNotes notes_;         // of the shard written last

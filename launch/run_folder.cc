@@ -11,6 +11,7 @@
 #include <cstring>
 #include <random>
 
+#include "runtime/base/file_system.h"
 #include "runtime/base/log.h"
 
 namespace kintsugi::launch {
@@ -41,7 +42,7 @@ bool left_by_a_run_that_did_not_begin(FileSystem& fs, const std::string& out_dir
     const Result<int64_t> size = fs.file_size(out_dir + "/" + name);
     return size.ok() && *size == 0;
   }
-  return name == "log" || name == "config.toml" || name == "gemm_algorithms.txt" || name == "recovery.jsonl" ||
+  return name == "log" || name == "config.toml" || name == kTuningFile || name == "recovery.jsonl" ||
          name == "summary.json" || name == "tensorboard";
 }
 
@@ -71,6 +72,12 @@ Result<checkpoint::CheckpointInfo> find_checkpoint(FileSystem& fs, const std::st
 std::string new_run_id() {
   const std::time_t now = std::chrono::system_clock::to_time_t(std::chrono::system_clock::now());
   return fmt::format("{:%Y%m%d-%H%M%S}-{:06x}", fmt::gmtime(now), std::random_device()() & 0xffffff);
+}
+
+std::string read_tuning(const std::string& out_dir) {
+  if (out_dir.empty()) return "";
+  Result<std::string> text = FileSystem::posix().read_file(join_path(out_dir, kTuningFile));
+  return text.ok() ? std::move(*text) : "";
 }
 
 Result<RunFolder> fall_back_from(const std::string& checkpoint_dir, const std::vector<std::string>& bad_dirs,

@@ -20,14 +20,21 @@ int64_t integer_or_zero(const ordered_json& object, const char* key) {
 
 }  // namespace
 
-std::string to_json(const SnapshotNotes& notes) {
+std::string to_json(const SnapshotNotes& notes, const std::string& tuning) {
   ordered_json out;
   out["loss_sum"] = notes.vote.loss_sum;
   out["num_tokens"] = notes.vote.num_tokens;
   out["grad_norm"] = notes.vote.gradient_norm;
   out["skipped"] = notes.vote.skip != 0;
   out["skipped_steps"] = notes.skipped_steps;
+  if (!tuning.empty()) out["tuning"] = tuning;
   return out.dump();
+}
+
+std::string parse_tuning(const std::string& json) {
+  const ordered_json object = ordered_json::parse(json, nullptr, /*allow_exceptions=*/false);
+  const auto it = object.find("tuning");
+  return it != object.end() && it->is_string() ? it->get<std::string>() : "";
 }
 
 SnapshotNotes parse_snapshot_notes(const std::string& json, int64_t step) {

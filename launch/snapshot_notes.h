@@ -17,7 +17,10 @@ struct SnapshotNotes {
 
 // {"loss_sum": 1234.5, "num_tokens": 512, "grad_norm": 0.5, "skipped": false, "skipped_steps": 0}; what is not finite
 // is null.
-std::string to_json(const SnapshotNotes& notes);
+// A text that is not empty is added as "tuning": the algorithms that the run was made with.
+std::string to_json(const SnapshotNotes& notes, const std::string& tuning = "");
+// Empty where there is none.
+std::string parse_tuning(const std::string& json);
 // Of the checkpoint of `step`. What is missing, or no JSON at all, leaves the defaults.
 SnapshotNotes parse_snapshot_notes(const std::string& json, int64_t step);
 

@@ -151,6 +151,7 @@ Status TrainerImpl::load_checkpoint(const std::string& dir, int64_t step) {
   const SnapshotNotes notes = parse_snapshot_notes(info.meta.extra_json, s.step);
   last_vote_ = notes.vote;
   skipped_steps_ = notes.skipped_steps;
+  KTG_RETURN_IF_ERROR(adopt_tuning(parse_tuning(info.meta.extra_json)));
   environment_.link->updated(s.step);
   if (environment_.rank != 0) return ok_status();
 

@@ -88,6 +88,7 @@ class TrainerImpl final : public Trainer {
   // ranks of a generation.
   Status prepare_tuning(const runtime::Buffer& scratch);
   Status share_tuning();
+  Status adopt_tuning(const std::string& text);
   Result<VoteOutcome> device_step(int64_t step);
   Status stage(int64_t step);
   Status queue_step(int64_t step);

@@ -1,8 +1,10 @@
 // Which algorithms the GPU's matrix products run with. They bear on the last bits of every sum, so they are chosen
 // once: rank 0 times them when a run begins and writes them to <out>/gemm_algorithms.txt; whoever comes later (spares,
 // replacements, a resumed run) reads that file, and every generation begins by making sure that all ranks use rank 0's.
+// They lie in each checkpoint, too, and whoever loads one goes on with its.
 #include <fmt/format.h>
 
+#include "launch/run_folder.h"
 #include "launch/trainer_impl.h"
 #include "runtime/base/file_system.h"
 #include "runtime/base/log.h"
@@ -10,7 +12,6 @@
 namespace kintsugi::launch {
 namespace {
 
-constexpr const char* kFile = "gemm_algorithms.txt";
 constexpr int64_t kMostBytes = 256 << 10;
 
 // Written beside and renamed: a reader finds all of it or nothing.
@@ -32,11 +33,11 @@ std::string read_or_empty(const std::string& dir, const std::string& name) {
 
 Status TrainerImpl::prepare_tuning(const runtime::Buffer& scratch) {
   if (!config_.training.tune) return ok_status();
-  tuning_ = read_or_empty(environment_.out_dir, kFile);
+  tuning_ = read_tuning(environment_.out_dir);
   if (!tuning_.empty()) {
     const Status used = backend_->use_tuning(tuning_);
     if (used.ok()) return ok_status();
-    log().warn("{}: {}", kFile, used.message());  // the run moved to another machine: rank 0 chooses anew
+    log().warn("{}: {}", kTuningFile, used.message());  // the run moved to another machine: rank 0 chooses anew
     tuning_.clear();
   }
   if (environment_.rank != 0 || environment_.warm_up) return ok_status();
@@ -51,13 +52,25 @@ Status TrainerImpl::prepare_tuning(const runtime::Buffer& scratch) {
   }
   KTG_ASSIGN_OR_RETURN(tuning_, backend_->tune(work, cached, scratch, *stream_));
   KTG_RETURN_IF_ERROR(backend_->use_tuning(tuning_));
-  if (!environment_.out_dir.empty()) KTG_RETURN_IF_ERROR(write_whole(environment_.out_dir, kFile, tuning_));
+  if (!environment_.out_dir.empty()) KTG_RETURN_IF_ERROR(write_whole(environment_.out_dir, kTuningFile, tuning_));
   if (!environment_.cache_dir.empty() && tuning_ != cached) {
     // A cache that cannot be written costs the next run some seconds, nothing else.
     const Status written = write_whole(environment_.cache_dir, name, tuning_);
     if (!written.ok()) log().warn("cache of algorithms: {}", written.message());
   }
   return ok_status();
+}
+
+// All ranks load the same checkpoint. On another kind of GPU its algorithms are of no use, and the run's own stay.
+Status TrainerImpl::adopt_tuning(const std::string& text) {
+  if (!device_ || !config_.training.tune || text.empty() || text == tuning_) return ok_status();
+  if (const Status used = backend_->use_tuning(text); !used.ok()) {
+    log().warn("the checkpoint's algorithms: {}", used.message());
+    return ok_status();
+  }
+  tuning_ = text;
+  if (environment_.rank != 0 || environment_.out_dir.empty()) return ok_status();
+  return write_whole(environment_.out_dir, kTuningFile, tuning_);
 }
 
 // Every rank makes the same calls, whatever it has already.

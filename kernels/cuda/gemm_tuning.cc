@@ -23,6 +23,13 @@ cublasLtMatmulAlgo_t algorithm_of(const TunedGemm& entry) {
 
 constexpr int64_t round_up(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
+bool accepted(const TunedGemm& entry) {
+  alignas(16) char anywhere[16];  // nothing is read or written there
+  Matmul matmul;
+  return matmul.init(entry.problem, {anywhere, anywhere, anywhere, anywhere, anywhere}) == CUBLAS_STATUS_SUCCESS &&
+         matmul.accepts(algorithm_of(entry), deterministic_algorithms(), stream_scratch_bytes());
+}
+
 // Where a product's operands lie in the scratch; 16 bytes more than they need, so that they can be moved off alignment.
 struct Places {
   int64_t d, a, b, bias, up, end;
@@ -230,6 +237,10 @@ KernelError tune_gemms(GemmTable* table, std::span<const GemmProblem> problems, 
   return cudaStreamSynchronize(static_cast<cudaStream_t>(stream));
 }
 
+void drop_refused(GemmTable* table) {
+  std::erase_if(table->entries, [](const TunedGemm& entry) { return !accepted(entry); });
+}
+
 bool use_gemm_table(const GemmTable& table, std::string* why) {
   const GemmEnvironment here = gemm_environment();
   if (cublaslt_handle() == nullptr) {
@@ -241,11 +252,8 @@ bool use_gemm_table(const GemmTable& table, std::string* why) {
            ", this is " + here.gpu + " with " + std::to_string(here.cublaslt);
     return false;
   }
-  alignas(16) char anywhere[16];  // nothing is read or written there
   for (const TunedGemm& entry : table.entries) {
-    Matmul matmul;
-    if (matmul.init(entry.problem, {anywhere, anywhere, anywhere, anywhere, anywhere}) != CUBLAS_STATUS_SUCCESS ||
-        !matmul.accepts(algorithm_of(entry), deterministic_algorithms(), stream_scratch_bytes())) {
+    if (!accepted(entry)) {
       *why = "cuBLASLt refuses the algorithm of " + to_string(entry.problem);
       return false;
     }

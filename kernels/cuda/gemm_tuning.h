@@ -41,6 +41,9 @@ int64_t gemm_tuning_scratch_bytes(std::span<const GemmProblem> problems);
 KernelError tune_gemms(GemmTable* table, std::span<const GemmProblem> problems, void* scratch, int64_t scratch_bytes,
                        const GemmTuningOptions& options, StreamHandle stream, std::vector<GemmTuning>* report);
 
+// Removes what this process may not use: a table may come from a run that allowed sums in an order that varies.
+void drop_refused(GemmTable* table);
+
 // The products of `table` run with its algorithms from here on, all others with the library's first choice. False, and
 // nothing changes, when the table was made on another GPU or by another version of the library, or holds an algorithm
 // that this one refuses: *why says which.

@@ -271,6 +271,7 @@ class CudaBackend final : public Backend {
     // What was made elsewhere is of no use here; what cannot be read is made anew.
     const auto [products, attention] = parts_of(known);
     if (!parse_gemm_table(products, &table, &why) || table.environment != environment) table = {environment, {}};
+    drop_refused(&table);
     if (!parse_attention_table(attention, &plans, &why) || plans.gpu != none.gpu || plans.cudnn != none.cudnn) {
       plans = none;
     }
