@@ -22,9 +22,9 @@
 // multiprocessors (comm.max_ctas); a fetch or barrier on one does not wait for the others'.
 //
 // A peer that dies is noticed by nobody here: NCCL waits for ever. Whoever learns of it raises the stop token and calls
-// NcclRegistry::abort_all(). Aborted kernels then end within milliseconds, still writing to what they were given: drain()
-// waits for that. NCCL's own clean-up goes on behind it, and the next generation's communicator is made meanwhile. With comm.check_calls every call is compared with the peers' first, as the other backends
-// do always.
+// NcclRegistry::abort_all(). Aborted kernels then end within milliseconds, still writing to what they were given:
+// drain() waits for that. NCCL's own clean-up goes on behind it, and the next generation's communicator is made
+// meanwhile. With comm.check_calls every call is compared with the peers' first, as the other backends do always.
 #pragma once
 
 #include <functional>
