@@ -105,7 +105,7 @@ class Tuner {
     std::vector<cublasLtMatmulAlgo_t> algorithms;
     const bool in_time = fits && elapsed_ms() < options_.budget_ms;
     const cublasStatus_t status =
-        in_time ? propose_widely(&algorithms, matmul, problem, operands, options_.candidates)
+        in_time ? propose_widely(&algorithms, matmul, problem, operands, candidates_of(problem))
                 : matmul.propose(&algorithms, 1, deterministic_algorithms(), stream_scratch_bytes());
     if (status != CUBLAS_STATUS_SUCCESS) {
       return status == CUBLAS_STATUS_NOT_SUPPORTED ? kNotSupported : cublas_error(status);
@@ -127,12 +127,15 @@ class Tuner {
   }
 
  private:
-  // Fastest time of each algorithm. One that fails is out of the race.
+  // Time of each algorithm: the mean of all rounds for those that stay in the race (the fastest of a few would be
+  // whoever met the clock's best moment); others are behind them. One that fails is out of the race.
   KernelError time(std::vector<double>* us, Matmul& matmul, const Operands& operands,
                    const std::vector<cublasLtMatmulAlgo_t>& algorithms) {
     us->assign(algorithms.size(), kNever);
     std::vector<bool> running(algorithms.size(), true);
+    std::vector<double> sums(algorithms.size(), 0);
     double best = kNever;
+    int rounds = 0;
     // The first round also loads the kernels. It counts when they are so long that the device never waits for that.
     for (int round = 0; round <= options_.repetitions; ++round) {
       std::vector<double> now;
@@ -143,12 +146,23 @@ class Tuner {
       if (fastest == kNever) return kNotSupported;
       const bool is_long = fastest >= kLongUs;
       if (round == 0 && !is_long) continue;
-      for (size_t i = 0; i < now.size(); ++i) (*us)[i] = std::min((*us)[i], now[i]);
+      for (size_t i = 0; i < now.size(); ++i) {
+        (*us)[i] = std::min((*us)[i], now[i]);
+        sums[i] += now[i];
+      }
+      ++rounds;
       best = std::min(best, fastest);
-      if (round > 0 && is_long) break;
+      if (round > 0 && is_long) return kKernelOk;
       const double bound = best * (is_long ? kHopelessLong : kHopeless);
       // Nothing runs before a round's first call that would hide the loading of its kernel.
       for (size_t i = round == 0 ? 1 : 0; i < now.size(); ++i) running[i] = running[i] && (*us)[i] < bound;
+    }
+    double slowest = 0;
+    for (const double sum : sums) {
+      if (sum < kNever) slowest = std::max(slowest, sum / rounds);
+    }
+    for (size_t i = 0; i < sums.size(); ++i) {
+      (*us)[i] = sums[i] < kNever ? sums[i] / rounds : std::max((*us)[i], slowest);
     }
     return kKernelOk;
   }
@@ -176,9 +190,14 @@ class Tuner {
     return kKernelOk;
   }
 
+  int candidates_of(const GemmProblem& problem) const {
+    constexpr double kMany = 2e12;  // about 3 ms
+    return operations(problem) < kMany ? options_.candidates : std::min(options_.candidates, options_.long_candidates);
+  }
+
   static constexpr double kNever = 1e12;
   static constexpr double kLongUs = 4000;
-  static constexpr double kHopeless = 1.1;  // times the best: not timed again
+  static constexpr double kHopeless = 1.06;  // times the best: not timed again
   static constexpr double kHopelessLong = 1.02;
 
   cudaStream_t cuda_stream() const { return static_cast<cudaStream_t>(stream_); }

@@ -20,9 +20,10 @@ namespace kintsugi::kernels::cuda {
 GemmEnvironment gemm_environment();
 
 struct GemmTuningOptions {
-  int candidates = 24;      // algorithms a product that are timed: the library's favourites for it and for its like
-  int repetitions = 3;      // of which the fastest counts; the candidates take turns, slow ones only once
-  double budget_ms = 2000;  // products whose turn comes later keep the library's first choice
+  int candidates = 40;       // algorithms a product that are timed: the library's favourites for it and for its like
+  int long_candidates = 16;  // of a product that takes milliseconds
+  int repetitions = 5;       // the candidates take turns, slow ones only once
+  double budget_ms = 2000;   // products whose turn comes later keep the library's first choice
 };
 
 struct GemmTuning {

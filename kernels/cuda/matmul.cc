@@ -183,10 +183,10 @@ cublasStatus_t propose_widely(std::vector<cublasLtMatmulAlgo_t>* algorithms, Mat
     return std::any_of(algorithms->begin(), algorithms->end(),
                        [&](const cublasLtMatmulAlgo_t& b) { return std::memcmp(&a, &b, sizeof a) == 0; });
   };
-  for (int64_t GemmProblem::*size : {&GemmProblem::N, &GemmProblem::O, &GemmProblem::I}) {
-    for (const bool twice : {false, true}) {
+  for (const auto& [numerator, denominator] : {std::pair{1, 2}, {2, 1}, {1, 4}, {4, 1}}) {
+    for (int64_t GemmProblem::*size : {&GemmProblem::N, &GemmProblem::O, &GemmProblem::I}) {
       GemmProblem like = problem;
-      like.*size = twice ? 2 * problem.*size : problem.*size / 2;
+      like.*size = problem.*size * numerator / denominator;
       Matmul other;
       std::vector<cublasLtMatmulAlgo_t> proposed;
       if (like.*size % 8 != 0 || other.init(like, operands) != CUBLAS_STATUS_SUCCESS ||
