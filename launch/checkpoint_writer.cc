@@ -8,6 +8,7 @@
 #include "launch/memory_plan.h"
 #include "launch/run_config.h"
 #include "launch/run_folder.h"
+#include "launch/tuning_file.h"
 #include "runtime/base/file_system.h"
 #include "runtime/data/tokenizer.h"
 

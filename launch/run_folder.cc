@@ -11,7 +11,7 @@
 #include <cstring>
 #include <random>
 
-#include "runtime/base/file_system.h"
+#include "launch/tuning_file.h"
 #include "runtime/base/log.h"
 
 namespace kintsugi::launch {
@@ -72,12 +72,6 @@ Result<checkpoint::CheckpointInfo> find_checkpoint(FileSystem& fs, const std::st
 std::string new_run_id() {
   const std::time_t now = std::chrono::system_clock::to_time_t(std::chrono::system_clock::now());
   return fmt::format("{:%Y%m%d-%H%M%S}-{:06x}", fmt::gmtime(now), std::random_device()() & 0xffffff);
-}
-
-std::string read_tuning(const std::string& out_dir) {
-  if (out_dir.empty()) return "";
-  Result<std::string> text = FileSystem::posix().read_file(join_path(out_dir, kTuningFile));
-  return text.ok() ? std::move(*text) : "";
 }
 
 Result<RunFolder> fall_back_from(const std::string& checkpoint_dir, const std::vector<std::string>& bad_dirs,

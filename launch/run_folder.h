@@ -26,11 +26,6 @@ struct RunFolder {
   std::string note;  // a line for people: what it goes on from, what was skipped
 };
 
-// The algorithms that the run's sums are made with (trainer_tuning.cc); in each checkpoint's manifest, too.
-inline constexpr const char* kTuningFile = "gemm_algorithms.txt";
-// Empty where nothing was chosen.
-std::string read_tuning(const std::string& out_dir);
-
 inline std::string checkpoint_dir_of(const std::string& out_dir) { return out_dir + "/checkpoint"; }
 
 // The newest checkpoint of the folder that is not among `bad_dirs`, and the history that goes on from it. kNotFound:

@@ -4,8 +4,8 @@
 // They lie in each checkpoint, too, and whoever loads one goes on with its.
 #include <fmt/format.h>
 
-#include "launch/run_folder.h"
 #include "launch/trainer_impl.h"
+#include "launch/tuning_file.h"
 #include "runtime/base/file_system.h"
 #include "runtime/base/log.h"
 
