@@ -21,10 +21,21 @@ struct DecodeNormArguments {
   float eps;
 };
 
+// The first of the norm's weights that a thread uses: loaded before what is to be normalised is complete.
+struct NormWeights {
+  float4 low{}, high{};
+  __device__ NormWeights(const DecodeNormArguments& a, int C) {
+    const int c = 8 * static_cast<int>(threadIdx.x);
+    if (c >= C) return;
+    low = __ldg(reinterpret_cast<const float4*>(a.weights + c));
+    high = __ldg(reinterpret_cast<const float4*>(a.weights + c + 4));
+  }
+};
+
 // normed (N, stride): rows first ... first + N - 1 of the norm of stream + branch; the rounded sum goes to `sum` when
 // `keep_sum`. C a multiple of 8. Every thread of a block of kNormThreads calls it; ends with a barrier.
-__device__ inline void normalize_rows(__nv_bfloat16* normed, int stride, const DecodeNormArguments& a, int first, int N,
-                                      int C, bool keep_sum) {
+__device__ inline void normalize_rows(__nv_bfloat16* normed, int stride, const DecodeNormArguments& a,
+                                      const NormWeights& first_weights, int first, int N, int C, bool keep_sum) {
   __shared__ float warps[kNormThreads / 32][kNormRows];
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   float squares[kNormRows] = {};
@@ -67,8 +78,11 @@ __device__ inline void normalize_rows(__nv_bfloat16* normed, int stride, const D
     for (int c = 8 * static_cast<int>(threadIdx.x); c < C; c += 8 * kNormThreads) {  // what this thread wrote itself
       uint4 values = *reinterpret_cast<const uint4*>(normed + n * stride + c);
       auto* const x = reinterpret_cast<__nv_bfloat162*>(&values);
-      const float4 low = *reinterpret_cast<const float4*>(a.weights + c);
-      const float4 high = *reinterpret_cast<const float4*>(a.weights + c + 4);
+      float4 low = first_weights.low, high = first_weights.high;
+      if (c >= 8 * kNormThreads) {
+        low = __ldg(reinterpret_cast<const float4*>(a.weights + c));
+        high = __ldg(reinterpret_cast<const float4*>(a.weights + c + 4));
+      }
       const float w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

@@ -3,12 +3,14 @@
 // A warp multiplies 16 kMTiles rows of w by all rows of x over its share of I. Rows of w are the mma's rows and rows of
 // x its columns, and both come from memory in 16-byte pieces (mma.cuh). The warps of a block take 128 columns of I in
 // turn, so that a block reads 2 KiB of each row at a time, and are summed in ascending order through shared memory.
-// A block goes from tile to tile of rows; the next piece of w, of this tile or the next, is requested before the
-// present one is multiplied, and the first before the kernels in front have finished.
-#include "kernels/cuda/decode_norm.cuh"
-#include "kernels/cuda/gemv.h"
+// One block a multiprocessor goes from tile to tile of rows. What it reads of w next, of this tile or later ones, is on
+// its way into a queue in shared memory, 96 KiB deep: the whole product of a small model. The queue fills before the
+// kernels in front have finished, for it leaves room for one such kernel beside another.
+#include <algorithm>
 
 #include "kernels/activation.h"
+#include "kernels/cuda/decode_norm.cuh"
+#include "kernels/cuda/gemv.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/mma.cuh"
 #include "kernels/gemm.h"
@@ -19,10 +21,12 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 static_assert(kThreads == kNormThreads);
-constexpr int kStep = 128;  // columns of I that a warp takes at a time
-constexpr int kBlocksPerMultiprocessor = 2;
-constexpr int64_t kMaxNormRows = 4;                 // more rows are normalised by a kernel of their own
-constexpr int64_t kMaxNormSharedBytes = 40 * 1024;  // with the sums below what a block gets unasked
+constexpr int kStep = 128;        // columns of I that a warp takes at a time
+constexpr int kStages = 3;        // of the queue of weights
+constexpr int kPiecesOfLane = 8;  // in a stage: 16 bytes each
+constexpr int64_t kQueueBytes = int64_t{kStages} * kThreads * kPiecesOfLane * 16;
+constexpr int64_t kMaxNormRows = 4;  // more rows are normalised by a kernel of their own
+constexpr int64_t kMaxNormSharedBytes = 40 * 1024;
 
 struct GemvArguments {
   __nv_bfloat16* y;
@@ -45,28 +49,37 @@ class Gemv {
   static constexpr int kGroups = 2 * kMTiles;  // of 8 rows
   static constexpr int kRows = 8 * kGroups, kColumns = 8 * kNTiles;
   static constexpr int kOutputs = kSwiglu ? kRows / 2 : kRows;  // of a tile, for a row of x
-  static constexpr int kPieces = kMTiles == 1 ? 4 : 2;          // of 32 columns, requested at once
+  static constexpr int kPieces = kPiecesOfLane / kGroups;       // of 32 columns: a part
   static constexpr int kParts = kStep / (32 * kPieces);
   struct Shared {
     float sums[kWarps][kColumns][kRows + 4];
   };
-  using Piece = uint4[kGroups][kPieces];
+  using Rows = uint4[kPieces][kNTiles];  // of x: a part
 
-  __device__ Gemv(const GemvArguments& a, Shared& shared, __nv_bfloat16* normed)
+  __device__ Gemv(const GemvArguments& a, Shared& shared, uint4* queue, __nv_bfloat16* normed)
       : a_(a),
         shared_(shared),
+        queue_(queue + static_cast<int>(threadIdx.x) / 32 * (kPiecesOfLane * 32) + static_cast<int>(threadIdx.x) % 32),
         normed_(normed),
         warp_(static_cast<int>(threadIdx.x) / 32),
         r_(static_cast<int>(threadIdx.x) % 32 / 4),
         c_(static_cast<int>(threadIdx.x) % 4),
         tile_(static_cast<int>(blockIdx.x)),
+        ahead_tile_(tile_),
         parts_((a.I + kWarps * kStep - 1) / (kWarps * kStep) * kParts) {}
 
   __device__ void run() {
-    Piece first, second;
-    load(first, tile_, 0);
-    wait_for_previous();
-    if constexpr (kNorm) normalize_rows(normed_, normed_stride(), a_.norm, 0, a_.N, a_.I, blockIdx.x == 0);
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) request();
+    Rows first, second;
+    if constexpr (kNorm) {
+      const NormWeights weights(a_.norm, a_.I);
+      wait_for_previous();
+      normalize_rows(normed_, normed_stride(), a_.norm, weights, 0, a_.N, a_.I, blockIdx.x == 0);
+    } else {
+      wait_for_previous();
+      load(first, 0);
+    }
     while (step(first, second) && step(second, first)) {
     }
   }
@@ -86,18 +99,30 @@ class Gemv {
       return min(tile * kRows + 8 * i + r_, a_.O - 1);
     }
   }
-  __device__ void load(Piece& w, int tile, int j) const {
-    const int k0 = column(j);
+  // Puts the next part of w, of this tile or a later one, into the queue: each lane what it will itself use, so that
+  // the queue needs no barrier. Nothing when the block's tiles are through.
+  __device__ void request() {
+    if (ahead_tile_ < a_.tiles) {
+      const int k0 = column(ahead_part_);
+      uint4* const to = queue_ + in_ * (kThreads * kPiecesOfLane);
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-      const __nv_bfloat16* const from = a_.w + row(tile, i) * a_.I + k0;
+      for (int i = 0; i < kGroups; ++i) {
+        const __nv_bfloat16* const from = a_.w + row(ahead_tile_, i) * a_.I + k0;
 #pragma unroll
-      for (int p = 0; p < kPieces; ++p) {
-        w[i][p] = k0 + 32 * p < a_.I ? load_stream(from + 32 * p) : make_uint4(0, 0, 0, 0);
+        for (int p = 0; p < kPieces; ++p) {
+          const bool exists = k0 + 32 * p < a_.I;
+          copy_async(to + (i * kPieces + p) * 32, exists ? from + 32 * p : a_.w, exists);
+        }
+      }
+      if (++ahead_part_ == parts_) {
+        ahead_part_ = 0;
+        ahead_tile_ += static_cast<int>(gridDim.x);
       }
     }
+    end_async_group();
+    in_ = in_ + 1 == kStages ? 0 : in_ + 1;
   }
-  __device__ void multiply(const Piece& w, int j) {
+  __device__ void load(Rows& x, int j) const {
     const int k0 = column(j);
 #pragma unroll
     for (int p = 0; p < kPieces; ++p) {
@@ -105,26 +130,43 @@ class Gemv {
 #pragma unroll
       for (int t = 0; t < kNTiles; ++t) {
         const int n = 8 * t + r_;
-        uint4 x = make_uint4(0, 0, 0, 0);
+        x[p][t] = make_uint4(0, 0, 0, 0);
         if (n < a_.N && k < a_.I) {
           const __nv_bfloat16* const from =
               kNorm ? normed_ + n * normed_stride() + k : a_.x + static_cast<int64_t>(n) * a_.I + k;
-          x = *reinterpret_cast<const uint4*>(from);
+          x[p][t] = *reinterpret_cast<const uint4*>(from);
         }
-#pragma unroll
-        for (int i = 0; i < kMTiles; ++i) mma_32(acc_[i][t], w[2 * i][p], w[2 * i + 1][p], x);
       }
     }
   }
-  // One part; false when it was the last of the block's.
-  __device__ bool step(const Piece& present, Piece& next) {
+  __device__ void multiply(const Rows& x) {
+    const uint4* const from = queue_ + out_ * (kThreads * kPiecesOfLane);
+#pragma unroll
+    for (int p = 0; p < kPieces; ++p) {
+#pragma unroll
+      for (int i = 0; i < kMTiles; ++i) {
+        const uint4 lower = from[(2 * i * kPieces + p) * 32], upper = from[((2 * i + 1) * kPieces + p) * 32];
+#pragma unroll
+        for (int t = 0; t < kNTiles; ++t) mma_32(acc_[i][t], lower, upper, x[p][t]);
+      }
+    }
+    out_ = out_ + 1 == kStages ? 0 : out_ + 1;
+  }
+  // One part; false when it was the last of the block's. x comes a part ahead, unless it lies in shared memory.
+  __device__ bool step(Rows& present, Rows& next) {
     const bool ends = part_ + 1 == parts_;
     const int tile = tile_, part = part_;
     if (ends) tile_ += static_cast<int>(gridDim.x);
     part_ = ends ? 0 : part_ + 1;
     const bool more = tile_ < a_.tiles;
-    if (more) load(next, tile_, part_);
-    multiply(present, part);
+    if constexpr (kNorm) {
+      load(present, part);
+    } else {
+      if (more) load(next, part_);
+    }
+    wait_async_groups<kStages - 1>();
+    multiply(present);
+    request();
     if (ends) finish(tile);
     return more;
   }
@@ -165,20 +207,23 @@ class Gemv {
 
   const GemvArguments& a_;
   Shared& shared_;
+  uint4* const queue_;  // of this lane, its first stage
   __nv_bfloat16* const normed_;
   const int warp_, r_, c_;
-  int tile_, part_ = 0;
+  int tile_, part_ = 0;              // multiplied next
+  int ahead_tile_, ahead_part_ = 0;  // requested next
+  int in_ = 0, out_ = 0;             // stages
   const int parts_;
   float acc_[kMTiles][kNTiles][4] = {};
 };
 
 template <int kNTiles, int kMTiles, bool kNorm, bool kSwiglu>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) gemv_kernel(const GemvArguments a) {
+__global__ void __launch_bounds__(kThreads, 2) gemv_kernel(const GemvArguments a) {
   using Work = Gemv<kNTiles, kMTiles, kNorm, kSwiglu>;
   __shared__ typename Work::Shared shared;
-  extern __shared__ uint4 normed[];
+  extern __shared__ uint4 memory[];
   allow_next();
-  Work(a, shared, reinterpret_cast<__nv_bfloat16*>(normed)).run();
+  Work(a, shared, memory, reinterpret_cast<__nv_bfloat16*>(memory + kQueueBytes / 16)).run();
 }
 
 int multiprocessors() {
@@ -196,12 +241,16 @@ int multiprocessors() {
 template <int kNTiles, int kMTiles, bool kNorm, bool kSwiglu>
 KernelError launch(GemvArguments a, StreamHandle stream) {
   constexpr int kOutputs = Gemv<kNTiles, kMTiles, kNorm, kSwiglu>::kOutputs;
+  static constexpr auto kKernel = gemv_kernel<kNTiles, kMTiles, kNorm, kSwiglu>;
+  static const cudaError_t allowed =
+      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           static_cast<int>(kQueueBytes + (kNorm ? kMaxNormSharedBytes : 0)));
+  if (allowed != cudaSuccess) return allowed;
   a.tiles = (a.O + kOutputs - 1) / kOutputs;
-  const int blocks =
-      a.tiles < kBlocksPerMultiprocessor * multiprocessors() ? a.tiles : kBlocksPerMultiprocessor * multiprocessors();
-  const int64_t shared_bytes = kNorm ? static_cast<int64_t>(a.N) * (a.I + 8) * 2 : 0;
-  return launch_overlapped(gemv_kernel<kNTiles, kMTiles, kNorm, kSwiglu>, dim3(static_cast<unsigned>(blocks)),
-                           dim3(kThreads), static_cast<cudaStream_t>(stream), shared_bytes, a);
+  const int blocks = std::min(a.tiles, multiprocessors());
+  const int64_t normed_bytes = kNorm ? static_cast<int64_t>(a.N) * (a.I + 8) * 2 : 0;
+  return launch_overlapped(kKernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
+                           static_cast<cudaStream_t>(stream), kQueueBytes + normed_bytes, a);
 }
 
 template <bool kSwiglu>
@@ -213,10 +262,11 @@ __global__ void __launch_bounds__(kNormThreads)
     decode_norm_kernel(__nv_bfloat16* y, const DecodeNormArguments norm, int C) {
   extern __shared__ uint4 row[];
   allow_next();
+  const NormWeights weights(norm, C);
   wait_for_previous();
   auto* const normed = reinterpret_cast<__nv_bfloat16*>(row);
   const int n = static_cast<int>(blockIdx.x);
-  normalize_rows(normed, C, norm, n, 1, C, true);
+  normalize_rows(normed, C, norm, weights, n, 1, C, true);
   for (int c = 8 * static_cast<int>(threadIdx.x); c < C; c += 8 * kNormThreads) {
     *reinterpret_cast<uint4*>(y + static_cast<int64_t>(n) * C + c) = *reinterpret_cast<const uint4*>(normed + c);
   }

@@ -255,13 +255,13 @@ class TileQueue {
         }
       }
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    end_async_group();
     in_ = in_ + 1 == kStages ? 0 : in_ + 1;
   }
 
   // Waits for the oldest tile, with kStages - 1 requested.
   __device__ void take(uint4 (&k)[2][2 * kChunks], uint4 (&v)[4][kChunks]) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
+    wait_async_groups<kStages - 2>();
     const uint4* const from = mine_ + out_ * (kPieces * 32);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -280,11 +280,7 @@ class TileQueue {
   // Zeros where there is no row, or past its end.
   __device__ void piece(uint4* to, const void* cache, int64_t row, int d) const {
     const bool exists = row >= 0 && d < a_.D;
-    const auto* const from = static_cast<const __nv_bfloat16*>(cache) + (exists ? row + d : 0);
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
-                     static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-                 "l"(from), "r"(exists ? 16 : 0)
-                 : "memory");
+    copy_async(to, static_cast<const __nv_bfloat16*>(cache) + (exists ? row + d : 0), exists);
   }
 
   const PagedArguments& a_;
