@@ -38,6 +38,8 @@ struct DecodeLayerKernels {
                              int64_t O, bool swiglu, StreamHandle stream);
   // As PagedAttentionKernels::decode of raw q rows, with k and v of the new token (K, D) behind each q row: writes the
   // turned k and v to the cache. Reference: rms_norm_forward on heads, rotate, write_kv, decode.
+  // Tables, lengths, positions, slots and the cache of earlier tokens are read before the launch in front has ended:
+  // they must be complete before that one begins.
   KernelError (*attention)(void* o, const void* qkv, void* k_cache, void* v_cache, const int32_t* block_tables,
                            const int32_t* context_lens, const PagedShape& shape, const DecodeRotation& rotation,
                            void* workspace, StreamHandle stream);

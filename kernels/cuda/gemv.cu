@@ -242,9 +242,7 @@ template <int kNTiles, int kMTiles, bool kNorm, bool kSwiglu>
 KernelError launch(GemvArguments a, StreamHandle stream) {
   constexpr int kOutputs = Gemv<kNTiles, kMTiles, kNorm, kSwiglu>::kOutputs;
   static constexpr auto kKernel = gemv_kernel<kNTiles, kMTiles, kNorm, kSwiglu>;
-  static const cudaError_t allowed =
-      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           static_cast<int>(kQueueBytes + (kNorm ? kMaxNormSharedBytes : 0)));
+  static const cudaError_t allowed = allow_shared_memory(kKernel, kQueueBytes + (kNorm ? kMaxNormSharedBytes : 0));
   if (allowed != cudaSuccess) return allowed;
   a.tiles = (a.O + kOutputs - 1) / kOutputs;
   const int blocks = std::min(a.tiles, multiprocessors());
@@ -318,6 +316,8 @@ KernelError norm_gemv(void* y, const DecodeNorm& norm, const void* w, const floa
   if (N <= kMaxNormRows && N * (C + 8) * 2 <= kMaxNormSharedBytes) {
     return swiglu ? launch<1, 1, true, true>(a, stream) : launch<1, 1, true, false>(a, stream);
   }
+  static const cudaError_t allowed = allow_shared_memory(decode_norm_kernel, 2 * kMaxNormWidth);
+  if (allowed != cudaSuccess) return allowed;
   if (const cudaError_t error = launch_overlapped(
           decode_norm_kernel, dim3(static_cast<unsigned>(N)), dim3(kNormThreads), static_cast<cudaStream_t>(stream),
           2 * C, static_cast<__nv_bfloat16*>(norm.normed), a.norm, static_cast<int>(C));

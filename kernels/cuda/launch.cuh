@@ -15,6 +15,17 @@ namespace kintsugi::kernels::cuda {
 __device__ inline void wait_for_previous() { cudaGridDependencySynchronize(); }
 __device__ inline void allow_next() { cudaTriggerProgrammaticLaunchCompletion(); }
 
+// Once for each kernel that wants to lie beside its predecessor: dynamic shared memory up to so many bytes, and as much
+// of a multiprocessor's memory for it as there is. A multiprocessor divides its memory anew only when it is empty, so
+// kernels that want different parts of it never overlap.
+template <class... Parameters>
+cudaError_t allow_shared_memory(void (*kernel)(Parameters...), int64_t dynamic_bytes) {
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(dynamic_bytes));
+  if (error != cudaSuccess) return error;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+}
+
 template <class... Parameters, class... Arguments>
 cudaError_t launch_overlapped(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream,
                               int64_t dynamic_shared_bytes, Arguments... arguments) {

@@ -10,9 +10,9 @@ namespace {
 
 constexpr int64_t kMaxHeadSize = 256;
 // How many splits a sequence has is part of what its bits depend on. Up to kFewSequences it depends on nothing that
-// another sequence could change: blocks for two of each of about 132 multiprocessors, for one sequence alone. More
-// sequences share what keeps the device busy, for each split pays for its own rotation and its part of the join.
-constexpr int64_t kBlocksForOneSequence = 256;
+// another sequence could change: blocks for one sequence alone, one a multiprocessor, of which there are about 132.
+// More sequences share what keeps the device busy, for each split pays for its own rotation and its part of the join.
+constexpr int64_t kBlocksForOneSequence = 128;
 constexpr int64_t kFewSequences = 16;
 constexpr int64_t kBlocksForMany = 512;
 
@@ -98,7 +98,7 @@ KernelError run_bf16(const Launch& launch, StreamHandle stream) {
   constexpr int kBytes = TileQueue<kChunks>::kBlockBytes;
   static_assert(kBytes >= sizeof(DecodeShared<64 * kChunks>));
   static constexpr auto kKernel = paged_decode_bf16_kernel<kChunks, kRotate>;
-  static const cudaError_t allowed = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  static const cudaError_t allowed = allow_shared_memory(kKernel, kBytes);
   return allowed != cudaSuccess ? allowed : run(launch, kKernel, kBytes, stream);
 }
 

@@ -323,7 +323,7 @@ __global__ void __launch_bounds__(kDecodeThreads) paged_decode_bf16_kernel(const
   extern __shared__ uint4 memory[];  // of the queues, then of what the warps leave
   __shared__ RotatedRows<kRotate ? 64 * kChunks : 8> rows;
   allow_next();
-  wait_for_previous();
+  if constexpr (!kRotate) wait_for_previous();
   const DecodeItem item(a);
   if (item.split >= item.active) return;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, r = lane / 4,
@@ -335,6 +335,7 @@ __global__ void __launch_bounds__(kDecodeThreads) paged_decode_bf16_kernel(const
   Queue queue(memory, a, item, new_token);
 #pragma unroll
   for (int i = 0; i < Queue::kStages - 1; ++i) queue.request(first + i * kSplitUnit);
+  if constexpr (kRotate) wait_for_previous();  // for q, k and v of the new token; the rest has been there for long
 
   uint4 q[2 * kChunks];
   const __nv_bfloat16* q_row = static_cast<const __nv_bfloat16*>(a.q) + item.sequence * a.q_stride +

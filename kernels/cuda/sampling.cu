@@ -141,6 +141,25 @@ class ClusterReduction {
 __device__ inline float to_f32(float x) { return x; }
 __device__ inline float to_f32(__nv_bfloat16 x) { return __bfloat162float(x); }
 
+// The first `count` of a thread's logits, 16 bytes at a time where they lie so; zeros behind them, and for -0.
+template <class T, int kPerThread>
+__device__ void load_logits(float (&logit)[kPerThread], const T* from, int count) {
+  constexpr int kVector = 16 / static_cast<int>(sizeof(T));
+  const bool vectors = reinterpret_cast<uintptr_t>(from) % 16 == 0;
+#pragma unroll
+  for (int v = 0; v < kPerThread; v += kVector) {
+    if (vectors && v + kVector <= count) {
+      const uint4 bits = *reinterpret_cast<const uint4*>(from + v);
+      const T* const x = reinterpret_cast<const T*>(&bits);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) logit[v + e] = to_f32(x[e]) + 0.0f;
+    } else {
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) logit[v + e] = v + e < count ? to_f32(from[v + e]) + 0.0f : 0.0f;
+    }
+  }
+}
+
 // One thread's logits and how they are weighed.
 template <int kPerThread, int kShift>
 struct Tokens {
@@ -239,9 +258,9 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
   tokens.count = max(0, min(kPerThread, V - tokens.first));
   // The largest logit, of equals the lowest id; before all of them what is not finite.
   Word best = 0;
+  load_logits(tokens.logit, row + tokens.first, tokens.count);
 #pragma unroll
   for (int e = 0; e < kPerThread; ++e) {
-    tokens.logit[e] = e < tokens.count ? to_f32(row[tokens.first + e]) + 0.0f : 0.0f;  // -0 becomes 0
     const uint32_t key = isfinite(tokens.logit[e]) ? key_of(tokens.logit[e]) : 0xffffffffu;
     const Word candidate = static_cast<Word>(key) << 32 | (0xffffffffu - static_cast<uint32_t>(tokens.first + e));
     if (e < tokens.count && candidate > best) best = candidate;

@@ -24,6 +24,7 @@ Status TransformerImpl::decode_linear(void* y, DecodeStreams& streams, const voi
 
 Status TransformerImpl::decode_by_layer(void* logits, const Pass& pass, UnitAccess& access, Stream& stream) {
   DecodeStreams streams{a_.layers[0].stream1, a_.stream};
+  // A plain launch, which begins when all before it has ended: what attention reads ahead of its turn is complete then.
   KTG_RETURN_IF_ERROR(with_unit(0, access, stream, [&](const UnitWeights& w) {
     return stream.launched(k_.embedding->forward(streams.present, pass.ids, w.matrix(layout_.token_table), nullptr,
                                                  nullptr, pass.N(), C(), options_.dtype, stream.handle()),
