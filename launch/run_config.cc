@@ -96,6 +96,9 @@ void describe(ConfigTable& table, TrainingConfig& config) {
   table.add("training.recompute", &config.recompute,
             "what backward computes again instead of keeping it: less memory, the same bits",
             {"none", "norms_and_activations", "attention", "block"});
+  table.add("training.tune_thoroughly", &config.tune_thoroughly,
+            "on a GPU, compare algorithms under a load that lasts, too: some 10 s, once a machine and shape; for GPUs "
+            "that run at their power limit");
   table.add("training.tune", &config.tune,
             "on a GPU, choose the algorithms of matrix products by timing them once, when a run begins");
   table.add("training.debug_nan", &config.debug_nan,

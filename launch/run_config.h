@@ -31,6 +31,7 @@ struct TrainingConfig {
   bool deterministic = true;       // no kernel whose result differs from run to run
   std::string recompute = "none";  // what backward computes again instead of keeping: "none",
                                    // "norms_and_activations", "attention", "block"; more of it, less memory
+  bool tune_thoroughly = false;    // and under a load that lasts: some 10 s, once a machine and shape
   bool tune = true;                // on a GPU, choose the matrix products' algorithms by timing them once a run
   bool debug_nan = false;          // look for what is not finite in every layer; a skipped step's first one is named
   bool cuda_graphs = true;         // launch recorded steps; off: every kernel by itself

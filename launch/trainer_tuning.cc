@@ -41,10 +41,12 @@ Status TrainerImpl::prepare_tuning(const runtime::Buffer& scratch) {
     tuning_.clear();
   }
   if (environment_.rank != 0 || environment_.warm_up) return ok_status();
-  const std::string name = backend_->tuning_name();
+  const bool thorough = config_.training.tune_thoroughly;
+  std::string name = backend_->tuning_name();
+  if (!name.empty() && thorough) name = "thorough-" + name;
   const std::string cached = name.empty() ? "" : read_or_empty(environment_.cache_dir, name);
   const int64_t B = layout_.micro_batch, T = config_.training.seq_len;
-  runtime::Backend::TunedWork work;
+  runtime::Backend::TunedWork work{.layers = {}, .attention = {}, .thorough = thorough};
   work.layers = runtime::linear_layers(config_.model, config_.dtype(), B * T,
                                        !layout_.fixed_order() && layout_.num_micro_steps > 1);
   if (config_.dtype() == kernels::DType::kBF16) {

@@ -151,6 +151,7 @@ class Backend {
   struct TunedWork {
     std::vector<kernels::LinearShape> layers;
     std::vector<kernels::AttentionShape> attention;
+    bool thorough = false;  // compare algorithms under a load that lasts, too: some 10 s
   };
   virtual Result<std::string> tune(const TunedWork& work, const std::string& known, const Buffer& scratch,
                                    Stream& stream);

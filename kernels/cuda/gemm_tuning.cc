@@ -115,6 +115,7 @@ class Tuner {
     if (in_time) {
       std::vector<double> us;
       if (const KernelError error = time(&us, matmul, operands, algorithms); error != kKernelOk) return error;
+      if (const KernelError error = time_lasting(&us, matmul, operands, algorithms); error != kKernelOk) return error;
       best = static_cast<size_t>(std::min_element(us.begin(), us.end()) - us.begin());
       seen->first_us = us[0] < kNever ? us[0] : 0;
       seen->best_us = us[best];
@@ -167,6 +168,44 @@ class Tuner {
     return kKernelOk;
   }
 
+  // A device at its power limit lowers its clock by what runs on it: of algorithms that are equally fast for a moment
+  // the one that draws less power is faster in a step. The fastest few take turns, each for lasting_ms, of which the
+  // second half counts; the others fall behind them.
+  KernelError time_lasting(std::vector<double>* us, Matmul& matmul, const Operands& operands,
+                           const std::vector<cublasLtMatmulAlgo_t>& algorithms) {
+    if (options_.lasting_ms <= 0) return kKernelOk;
+    std::vector<size_t> few(us->size());
+    for (size_t i = 0; i < few.size(); ++i) few[i] = i;
+    std::sort(few.begin(), few.end(), [&](size_t a, size_t b) { return (*us)[a] < (*us)[b]; });
+    const double bound = kContender * (*us)[few[0]];
+    std::erase_if(few, [&](size_t i) { return (*us)[i] > bound; });
+    few.resize(std::min(few.size(), kContenders));
+    if (few.size() < 2) return kKernelOk;
+    std::vector<double> lasting(few.size(), 0);
+    for (int turn = 0; turn < kLastingTurns; ++turn) {
+      for (size_t f = 0; f < few.size(); ++f) {
+        const int half = std::max(1, static_cast<int>(options_.lasting_ms * 500 / (*us)[few[f]]));
+        for (int call = 0; call < 2 * half; ++call) {
+          if (call == half) cudaEventRecord(watch_.begin(0), cuda_stream());
+          const cublasStatus_t status =
+              matmul.run(operands, algorithms[few[f]], workspace_, stream_scratch_bytes(), cuda_stream());
+          if (status != CUBLAS_STATUS_SUCCESS) return cublas_error(status);
+        }
+        cudaEventRecord(watch_.end(0), cuda_stream());
+        float ms = 0;
+        if (const cudaError_t error = cudaEventSynchronize(watch_.end(0)); error != cudaSuccess) return error;
+        if (const cudaError_t error = cudaEventElapsedTime(&ms, watch_.begin(0), watch_.end(0)); error != cudaSuccess) {
+          return error;
+        }
+        lasting[f] += 1000.0 * static_cast<double>(ms) / half / kLastingTurns;
+      }
+    }
+    const double slowest = *std::max_element(lasting.begin(), lasting.end());
+    for (double& one : *us) one = std::max(one, slowest);
+    for (size_t f = 0; f < few.size(); ++f) (*us)[few[f]] = lasting[f];
+    return kKernelOk;
+  }
+
   // One call of each algorithm that is running; kNever for the others. Those that fail stop running.
   KernelError time_once(std::vector<double>* us, std::vector<bool>& running, Matmul& matmul, const Operands& operands,
                         const std::vector<cublasLtMatmulAlgo_t>& algorithms) {
@@ -198,6 +237,9 @@ class Tuner {
   static constexpr double kNever = 1e12;
   static constexpr double kLongUs = 4000;
   static constexpr double kHopeless = 1.06;  // times the best: not timed again
+  static constexpr double kContender = 1.03;
+  static constexpr size_t kContenders = 3;
+  static constexpr int kLastingTurns = 2;
   static constexpr double kHopelessLong = 1.02;
 
   cudaStream_t cuda_stream() const { return static_cast<cudaStream_t>(stream_); }

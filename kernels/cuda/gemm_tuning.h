@@ -23,7 +23,8 @@ struct GemmTuningOptions {
   int candidates = 40;       // algorithms a product that are timed: the library's favourites for it and for its like
   int long_candidates = 16;  // of a product that takes milliseconds
   int repetitions = 5;       // the candidates take turns, slow ones only once
-  double budget_ms = 2000;   // products whose turn comes later keep the library's first choice
+  double lasting_ms = 0;  // above 0: the two or three fastest also run for this long at a time, and the best then wins
+  double budget_ms = 2000;  // products whose turn comes later keep the library's first choice
 };
 
 struct GemmTuning {

@@ -282,8 +282,13 @@ class CudaBackend final : public Backend {
     }
     const std::vector<kernels::cuda::GemmProblem> missing = table.missing(problems_of(work.layers));
     if (!missing.empty()) {
+      kernels::cuda::GemmTuningOptions options;
+      if (work.thorough) {
+        options.lasting_ms = 100;
+        options.budget_ms = 20000;
+      }
       KTG_RETURN_IF_ERROR(stream.launched(
-          tune_gemms(&table, missing, scratch.data(), scratch.size_bytes(), {}, stream.handle(), nullptr),
+          tune_gemms(&table, missing, scratch.data(), scratch.size_bytes(), options, stream.handle(), nullptr),
           "choosing the algorithms of matrix products"));
     }
     return to_text(table) + to_text(plans);
