@@ -144,24 +144,36 @@ Result<double> decode_ms(const Options& o, const ModelConfig& config, Backend& b
   return median(times);
 }
 
+// Of one prompt of T tokens, to its first new token on the host.
+Result<double> prompt_ms(Engine& engine, int64_t T, const ModelConfig& config, uint32_t seed) {
+  Request request{.prompt = random_prompt(T, config.vocab_size, seed),
+                  .max_new_tokens = 1,
+                  .sampling = {},
+                  .end_ids = {},
+                  .on_token = {}};
+  KTG_RETURN_IF_ERROR(engine.add(std::move(request)).status());
+  const int64_t begin_ns = monotonic_ns();
+  KTG_RETURN_IF_ERROR(engine.step());
+  KTG_CHECK(engine.idle()) << "a prompt of one new token is done after its prefill";
+  return static_cast<double>(monotonic_ns() - begin_ns) * 1e-6;
+}
+
 Result<double> prefill_ms(const Options& o, const ModelConfig& config, Backend& backend, DeviceWeights& w) {
   KTG_ASSIGN_OR_RETURN(
       const std::unique_ptr<Engine> engine,
       Engine::create(config, {.dtype = DType::kBF16, .max_batch = 1, .max_context = o.prefill}, backend, *w.access));
   std::vector<double> times;
-  for (int run = 0; run < 9; ++run) {
-    KTG_RETURN_IF_ERROR(engine
-                            ->add({.prompt = random_prompt(o.prefill, config.vocab_size, static_cast<uint32_t>(run)),
-                                   .max_new_tokens = 1,
-                                   .sampling = {},
-                                   .end_ids = {},
-                                   .on_token = {}})
-                            .status());
-    const int64_t begin_ns = monotonic_ns();
-    KTG_RETURN_IF_ERROR(engine->step());
-    if (run >= 2) times.push_back(static_cast<double>(monotonic_ns() - begin_ns) * 1e-6);
-    KTG_CHECK(engine->idle()) << "a prompt of one new token is done after its prefill";
+  for (uint32_t run = 0; run < 9; ++run) {
+    KTG_ASSIGN_OR_RETURN(const double ms, prompt_ms(*engine, o.prefill, config, run));
+    if (run == 0) fmt::print("first prompts of their lengths, ms: {} {:.1f}", o.prefill, ms);
+    if (run >= 2) times.push_back(ms);
   }
+  for (const int64_t T : {o.prefill - 1, o.prefill - 37, o.prefill / 2 + 3, o.prefill / 2 + 2, o.prefill / 4}) {
+    if (T < 1) continue;
+    KTG_ASSIGN_OR_RETURN(const double ms, prompt_ms(*engine, T, config, 1));
+    fmt::print("  {} {:.1f}", T, ms);
+  }
+  fmt::print("\n");
   return median(times);
 }
 

@@ -95,6 +95,7 @@ Status TransformerImpl::attention_forward(const Pass& pass, int64_t l, const Uni
                         "attention.decode"));
   } else {
     if (pass.sink != nullptr) KTG_RETURN_IF_ERROR(pass.sink->write(l, keys, values, N, QKV(), QKV(), stream));
+    if (l == 0) KTG_RETURN_IF_ERROR(clear_behind_prompt(pass, a, stream));
     KTG_RETURN_IF_ERROR(whole_attention(pass, a, stream));
   }
   return stream.launched(
@@ -102,13 +103,27 @@ Status TransformerImpl::attention_forward(const Pass& pass, int64_t l, const Uni
       "o.forward");
 }
 
+int64_t TransformerImpl::attention_rows(const Pass& pass) const {
+  const bool prompt = !options_.training && pass.B == 1 && backend_.asynchronous() && options_.dtype == DType::kBF16;
+  return prompt ? std::min(prompt_attention_rows(pass.T), options_.max_tokens) : pass.T;
+}
+
+// Attention weighs what lies behind the prompt with 0, which makes NaN of an infinity. Later layers leave it alone.
+Status TransformerImpl::clear_behind_prompt(const Pass& pass, LayerActivations& a, Stream& stream) {
+  const int64_t begin = pass.N() * QKV(), count = attention_rows(pass) * pass.B * QKV() - begin;
+  if (count == 0) return ok_status();
+  const int64_t element = kernels::size_of(options_.dtype);
+  KTG_RETURN_IF_ERROR(backend_.zero(offset(a.qkv, begin), count * element, stream));
+  return a.qkv == a.qkv_raw ? ok_status() : backend_.zero(offset(a.qkv_raw, begin), count * element, stream);
+}
+
 Status TransformerImpl::whole_attention(const Pass& pass, LayerActivations& a, Stream& stream) {
   const void* keys = offset(a.qkv, H() * D());
   const void* values = offset(a.qkv_raw, (H() + K()) * D());
-  return stream.launched(
-      k_.attention->forward(a.o, pass.for_backward ? a.lse : nullptr, a.qkv, keys, values,
-                            attention_shape(config_, options_, pass.B, pass.T), options_.dtype, stream.handle()),
-      "attention.forward");
+  return stream.launched(k_.attention->forward(a.o, pass.for_backward ? a.lse : nullptr, a.qkv, keys, values,
+                                               attention_shape(config_, options_, pass.B, attention_rows(pass)),
+                                               options_.dtype, stream.handle()),
+                         "attention.forward");
 }
 
 Status TransformerImpl::feed_forward(const Pass& pass, const UnitWeights& w, LayerActivations& a, Stream& stream) {

@@ -59,6 +59,9 @@ class TransformerImpl final : public Transformer {
   Status run_blocks(const Pass& pass, UnitAccess& access, Stream& stream);
   Status block_forward(const Pass& pass, int64_t l, const UnitWeights& w, Stream& stream);
   Status attention_forward(const Pass& pass, int64_t l, const UnitWeights& w, LayerActivations& a, Stream& stream);
+  // The rows of a sequence that attention is called for, its last ones beyond T where the prompt is padded for it.
+  int64_t attention_rows(const Pass& pass) const;
+  Status clear_behind_prompt(const Pass& pass, LayerActivations& a, Stream& stream);
   Status whole_attention(const Pass& pass, LayerActivations& a, Stream& stream);
   Status feed_forward(const Pass& pass, const UnitWeights& w, LayerActivations& a, Stream& stream);
   Status up_forward(const Pass& pass, const UnitWeights& w, LayerActivations& a, Stream& stream);

@@ -52,6 +52,12 @@ Result<Recompute> parse_recompute(std::string_view name) {
                           "\": must be \"none\", \"norms_and_activations\", \"attention\" or \"block\"");
 }
 
+int64_t prompt_attention_rows(int64_t T) {
+  int64_t rows = 64;
+  while (rows < T) rows = T <= rows / 2 * 3 ? rows / 2 * 3 : 2 * rows;
+  return rows;
+}
+
 kernels::AttentionShape attention_shape(const ModelConfig& config, const TransformerOptions& options, int64_t B,
                                         int64_t T) {
   const int64_t H = config.num_heads, K = config.kv_heads(), D = config.head_size();

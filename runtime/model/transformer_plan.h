@@ -54,6 +54,10 @@ struct Activations {
   int64_t workspace_bytes;
 };
 
+// The rows that a prompt's attention is padded to where a library plans anew for each number of them, a tenth of a
+// second each: 64 and its doubles, and the middles between them. Attention is a small part of a prompt's work.
+int64_t prompt_attention_rows(int64_t T);
+
 // Calls `take` for every buffer, always in the same order, with its size in bytes.
 Activations plan_activations(const ModelConfig& config, const TransformerOptions& options,
                              const kernels::KernelTable& kernels, const std::function<void*(int64_t)>& take);
