@@ -107,7 +107,9 @@ TEST_F(DecodeLayerTest, AttentionTurnsWritesAndAttendsAsTheFamiliesDo) {
                {{1000, 3, 65}, 16, 8, 128, true},
                {{129}, 8, 1, 80, true},
                {{200, 128}, 20, 2, 96, false},
-               {{33}, 2, 2, 256, true}};
+               {{33}, 2, 2, 256, true},
+               {std::vector<int32_t>(20, 700), 8, 4, 128, true},
+               {std::vector<int32_t>(66, 65), 8, 8, 64, false}};
   for (const auto& c : cases) {
     const std::string what = "H " + std::to_string(c.H) + " D " + std::to_string(c.D);
     // The problem's q rows hold q, k and v; its cache has a slot for the new token, whose contents are overwritten.

@@ -59,7 +59,11 @@ TEST_P(CudaPagedAttentionTest, DecodeMatchesTheReferenceAndReadsNoUnusedSlot) {
                {{70}, 9, 1, 136, 7},
                {{31, 190}, 40, 2, 192, 64},
                {{600}, 7, 1, 256, 16},
-               {{5000}, 8, 8, 64, 256}};
+               {{5000}, 8, 8, 64, 256},
+               // More than 16 sequences: fewer splits each, down to one.
+               {std::vector<int32_t>(17, 577), 8, 8, 64, 16},
+               {std::vector<int32_t>(40, 333), 4, 2, 128, 16},
+               {std::vector<int32_t>(70, 100), 8, 8, 32, 16}};
   for (const auto& c : cases) {
     const PagedProblem p(c.lens, c.H, c.K, c.D, c.P, GetParam(), rng_, 8);
     const DeviceProblem device(p);
