@@ -37,7 +37,7 @@ int64_t decode_workspace_bytes(const PagedShape& s, DType) {
   PagedShape few = s;
   few.S = std::min(s.S, kFewSequences);
   const int64_t parts = std::max(few.S * most_splits(few), kBlocksForMany / (s.K * head_groups(s)));
-  return kCounters * 4 + parts * s.H * (8 + s.D * 4);
+  return kCounters * 4 + parts * s.H * (8 + s.D * 4) + 8;
 }
 
 // 16-byte loads need it of every row.
@@ -71,7 +71,7 @@ KernelError prepare(Launch* launch, void* o, const void* q, const void* k_cache,
   if (splits > 1) {
     a.counters = static_cast<unsigned*>(workspace);
     a.partial_ml = reinterpret_cast<float2*>(a.counters + kCounters);
-    a.partial = reinterpret_cast<float*>(a.partial_ml + s.S * s.H * splits);
+    a.partial = reinterpret_cast<float*>(a.partial_ml + (s.S * s.H * splits + 1) / 2 * 2);  // 16-byte aligned
   }
   a.H = static_cast<int>(s.H);
   a.K = static_cast<int>(s.K);

@@ -150,16 +150,72 @@ __device__ void rotate_rows(RotatedRows<kMaxD>& rows, const PagedArguments& a, c
 template <int kMaxD>
 struct DecodeShared {
   float m[kDecodeWarps][kHeadsPerBlock], l[kDecodeWarps][kHeadsPerBlock];
-  float o[kDecodeWarps][kHeadsPerBlock][kMaxD + 8];
+  alignas(16) float o[kDecodeWarps][kHeadsPerBlock][kMaxD + 8];
   float2 ml[kHeadsPerBlock][kMaxSplits];
   bool last;
 };
 
-__device__ inline void put(float* p, float x) { *p = x; }
-__device__ inline void put(__nv_bfloat16* p, float x) { *p = __float2bfloat16_rn(x); }
+// Four neighbouring elements of an output row, each divided by the sum; zeros for an empty sequence.
+__device__ inline void put(float* p, const float4& x, float sum) {
+  const float values[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+  for (int e = 0; e < 4; ++e) p[e] = sum == 0.0f ? 0.0f : values[e] / sum;
+}
+__device__ inline void put(__nv_bfloat16* p, const float4& x, float sum) {
+  const float values[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+  for (int e = 0; e < 4; ++e) p[e] = __float2bfloat16_rn(sum == 0.0f ? 0.0f : values[e] / sum);
+}
+__device__ inline void add_weighed(float4& to, float f, const float4& x) {
+  to.x += f * x.x, to.y += f * x.y, to.z += f * x.z, to.w += f * x.w;
+}
 
 // exp2(m - max) with the convention that an empty part (m = -inf) weighs nothing.
 __device__ inline float weight(float m, float max) { return m == -INFINITY ? 0.0f : exp2f(m - max); }
+
+// Joins the splits of the sequence, whose parts other blocks have left.
+template <class T, int kMaxD>
+__device__ void join_splits(T* o, int64_t row, int count, const PagedArguments& a, const DecodeItem& item,
+                            DecodeShared<kMaxD>& shared) {
+  constexpr int kEarly = 8;  // parts requested beside the maxima and sums
+  float4 early[kEarly];
+  const auto part = [&](int i, int split) {
+    const int64_t at = (row + i / a.D) * a.splits + split;
+    return __ldcg(reinterpret_cast<const float4*>(a.partial + at * a.D + i % a.D));
+  };
+  const auto request = [&](int i) {
+#pragma unroll
+    for (int k = 0; k < kEarly; ++k) {
+      if (i < count && k < item.active) early[k] = part(i, k);
+    }
+  };
+  const int first = 4 * static_cast<int>(threadIdx.x);
+  request(first);
+  for (int i = static_cast<int>(threadIdx.x); i < item.num_heads * item.active; i += kDecodeThreads) {
+    const int h = i / item.active, split = i % item.active;
+    shared.ml[h][split] = __ldcg(a.partial_ml + (row + h) * a.splits + split);
+  }
+  __syncthreads();
+  for (int i = first; i < count; i += 4 * kDecodeThreads) {
+    const float2* const ml = shared.ml[i / a.D];
+    float max = ml[0].x, sum = 0.0f;
+    for (int split = 1; split < item.active; ++split) max = fmaxf(max, ml[split].x);
+    float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const auto add = [&](int split, const float4& x) {
+      const float f = weight(ml[split].x, max);
+      sum += f * ml[split].y;
+      add_weighed(value, f, x);
+    };
+#pragma unroll
+    for (int k = 0; k < kEarly; ++k) {
+      if (k < item.active) add(k, early[k]);
+    }
+#pragma unroll 4
+    for (int split = kEarly; split < item.active; ++split) add(split, part(i, split));
+    put(o + i, value, sum);
+    request(i + 4 * kDecodeThreads);
+  }
+}
 
 // Joins the warps of the block, and, in the block that arrives last, the splits of the sequence.
 template <class T, int kMaxD>
@@ -168,20 +224,21 @@ __device__ void finish(const PagedArguments& a, const DecodeItem& item, DecodeSh
   const int64_t row = static_cast<int64_t>(item.sequence) * a.H + item.first_head;  // of the first query head
   T* const o = static_cast<T*>(a.o) + item.sequence * a.o_stride + static_cast<int64_t>(item.first_head) * a.D;
   const int count = item.num_heads * a.D;
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += kDecodeThreads) {
+  for (int i = 4 * static_cast<int>(threadIdx.x); i < count; i += 4 * kDecodeThreads) {
     const int h = i / a.D, d = i % a.D;
-    float max = shared.m[0][h], sum = 0.0f, value = 0.0f;
+    float max = shared.m[0][h], sum = 0.0f;
     for (int w = 1; w < kDecodeWarps; ++w) max = fmaxf(max, shared.m[w][h]);
+    float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (int w = 0; w < kDecodeWarps; ++w) {
       const float f = weight(shared.m[w][h], max);
       sum += f * shared.l[w][h];
-      value += f * shared.o[w][h][d];
+      add_weighed(value, f, *reinterpret_cast<const float4*>(&shared.o[w][h][d]));
     }
     if (item.active == 1) {
-      put(o + i, sum == 0.0f ? 0.0f : value / sum);
+      put(o + i, value, sum);
     } else {
       const int64_t at = (row + h) * a.splits + item.split;
-      a.partial[at * a.D + d] = value;
+      *reinterpret_cast<float4*>(a.partial + at * a.D + d) = value;
       if (d == 0) a.partial_ml[at] = make_float2(max, sum);
     }
   }
@@ -196,24 +253,7 @@ __device__ void finish(const PagedArguments& a, const DecodeItem& item, DecodeSh
   __syncthreads();
   if (!shared.last) return;
   __threadfence();
-  for (int i = static_cast<int>(threadIdx.x); i < item.num_heads * item.active; i += kDecodeThreads) {
-    const int h = i / item.active, split = i % item.active;
-    shared.ml[h][split] = __ldcg(a.partial_ml + (row + h) * a.splits + split);
-  }
-  __syncthreads();
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += kDecodeThreads) {
-    const int h = i / a.D, d = i % a.D;
-    const float* const part = a.partial + (row + h) * a.splits * a.D + d;
-    float max = shared.ml[h][0].x, sum = 0.0f, value = 0.0f;
-    for (int split = 1; split < item.active; ++split) max = fmaxf(max, shared.ml[h][split].x);
-#pragma unroll 8
-    for (int split = 0; split < item.active; ++split) {
-      const float f = weight(shared.ml[h][split].x, max);
-      sum += f * shared.ml[h][split].y;
-      value += f * __ldcg(part + static_cast<int64_t>(split) * a.D);
-    }
-    put(o + i, sum == 0.0f ? 0.0f : value / sum);
-  }
+  join_splits(o, row, count, a, item, shared);
 }
 
 // Keys and values of one warp on their way: each lane requests what it will itself use, kStages tiles ahead, into
