@@ -91,7 +91,8 @@ bool gelu_may_be_fused(int64_t width, DType dtype, std::initializer_list<const v
 
 KernelError linear_gelu_forward(void* y, void* up, const void* x, const void* w, const float* bias, int64_t N,
                                 int64_t I, int64_t O, DType dtype, StreamHandle stream) {
-  if (N > kMaxGemvRows && I >= 1 && O >= 1 && bias != nullptr && gelu_may_be_fused(O, dtype, {y, up, x, w})) {
+  if (N >= 1 && I >= 1 && O >= 1 && !gemv_applies(N, I, O, dtype) && bias != nullptr &&
+      gelu_may_be_fused(O, dtype, {y, up, x, w})) {
     void *scratch = nullptr, *added = nullptr;
     if (const KernelError error = stream_scratch(&scratch, stream); error != kKernelOk) return error;
     KernelError error = bias_operand(&added, scratch, bias, O, dtype, stream);

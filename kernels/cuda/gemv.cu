@@ -21,10 +21,8 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 static_assert(kThreads == kNormThreads);
-constexpr int kStep = 128;        // columns of I that a warp takes at a time
-constexpr int kStages = 3;        // of the queue of weights
-constexpr int kPiecesOfLane = 8;  // in a stage: 16 bytes each
-constexpr int64_t kQueueBytes = int64_t{kStages} * kThreads * kPiecesOfLane * 16;
+constexpr int kStep = 128;           // columns of I that a warp takes at a time
+constexpr int kPiecesOfLane = 8;     // in a stage: 16 bytes each
 constexpr int64_t kMaxNormRows = 4;  // more rows are normalised by a kernel of their own
 constexpr int64_t kMaxNormSharedBytes = 40 * 1024;
 
@@ -51,6 +49,9 @@ class Gemv {
   static constexpr int kOutputs = kSwiglu ? kRows / 2 : kRows;  // of a tile, for a row of x
   static constexpr int kPieces = kPiecesOfLane / kGroups;       // of 32 columns: a part
   static constexpr int kParts = kStep / (32 * kPieces);
+  // Of the queue of weights. Two kernels have room beside each other, sums included.
+  static constexpr int kStages = kNTiles > 2 ? 2 : 3;
+  static constexpr int64_t kQueueBytes = int64_t{kStages} * kThreads * kPiecesOfLane * 16;
   struct Shared {
     float sums[kWarps][kColumns][kRows + 4];
   };
@@ -223,7 +224,7 @@ __global__ void __launch_bounds__(kThreads, 2) gemv_kernel(const GemvArguments a
   __shared__ typename Work::Shared shared;
   extern __shared__ uint4 memory[];
   allow_next();
-  Work(a, shared, memory, reinterpret_cast<__nv_bfloat16*>(memory + kQueueBytes / 16)).run();
+  Work(a, shared, memory, reinterpret_cast<__nv_bfloat16*>(memory + Work::kQueueBytes / 16)).run();
 }
 
 int multiprocessors() {
@@ -240,20 +241,22 @@ int multiprocessors() {
 
 template <int kNTiles, int kMTiles, bool kNorm, bool kSwiglu>
 KernelError launch(GemvArguments a, StreamHandle stream) {
-  constexpr int kOutputs = Gemv<kNTiles, kMTiles, kNorm, kSwiglu>::kOutputs;
+  using Work = Gemv<kNTiles, kMTiles, kNorm, kSwiglu>;
   static constexpr auto kKernel = gemv_kernel<kNTiles, kMTiles, kNorm, kSwiglu>;
-  static const cudaError_t allowed = allow_shared_memory(kKernel, kQueueBytes + (kNorm ? kMaxNormSharedBytes : 0));
+  static const cudaError_t allowed =
+      allow_shared_memory(kKernel, Work::kQueueBytes + (kNorm ? kMaxNormSharedBytes : 0));
   if (allowed != cudaSuccess) return allowed;
-  a.tiles = (a.O + kOutputs - 1) / kOutputs;
+  a.tiles = (a.O + Work::kOutputs - 1) / Work::kOutputs;
   const int blocks = std::min(a.tiles, multiprocessors());
   const int64_t normed_bytes = kNorm ? static_cast<int64_t>(a.N) * (a.I + 8) * 2 : 0;
   return launch_overlapped(kKernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
-                           static_cast<cudaStream_t>(stream), kQueueBytes + normed_bytes, a);
+                           static_cast<cudaStream_t>(stream), Work::kQueueBytes + normed_bytes, a);
 }
 
 template <bool kSwiglu>
 KernelError launch_plain(const GemvArguments& a, StreamHandle stream) {
-  return a.N <= 8 ? launch<1, 1, false, kSwiglu>(a, stream) : launch<2, 2, false, kSwiglu>(a, stream);
+  if (a.N <= 8) return launch<1, 1, false, kSwiglu>(a, stream);
+  return a.N <= 16 ? launch<2, 2, false, kSwiglu>(a, stream) : launch<4, 2, false, kSwiglu>(a, stream);
 }
 
 __global__ void __launch_bounds__(kNormThreads)
@@ -275,8 +278,9 @@ bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 }  // namespace
 
 bool gemv_applies(int64_t N, int64_t I, int64_t O, DType dtype) {
-  return dtype == DType::kBF16 && N >= 1 && N <= kMaxGemvRows && I >= 8 && I % 8 == 0 && I <= INT32_MAX / 4 && O >= 1 &&
-         O <= INT32_MAX / 4;
+  if (dtype != DType::kBF16 || N < 1 || I < 8 || I % 8 != 0 || O < 1) return false;
+  if (I > INT32_MAX / 4 || O > INT32_MAX / 4) return false;
+  return N <= kFewGemvRows || (N <= kMaxGemvRows && 2 * I * O <= kSmallGemvBytes);
 }
 
 KernelError gemv(void* y, const void* x, const void* w, const float* bias, int64_t N, int64_t I, int64_t O, DType dtype,
@@ -324,7 +328,7 @@ KernelError norm_gemv(void* y, const DecodeNorm& norm, const void* w, const floa
       error != cudaSuccess) {
     return error;
   }
-  if (gemv_applies(N, C, 2 * O, DType::kBF16)) {
+  if (gemv_applies(N, C, swiglu ? 2 * O : O, DType::kBF16)) {
     return swiglu ? launch_plain<true>(a, stream) : launch_plain<false>(a, stream);
   }
   if (!swiglu) return gemm().linear_forward(y, norm.normed, w, bias, N, C, O, DType::kBF16, stream);

@@ -8,11 +8,13 @@
 
 namespace kintsugi::kernels::cuda {
 
-// The most rows that gemv() takes. Beyond them every multiprocessor would read as many bytes of x as of w, and the
-// second-level cache would set the pace: cuBLASLt's larger tiles do better.
-inline constexpr int64_t kMaxGemvRows = 16;
+// The rows that gemv() takes with any w, and with a small one. With more rows every multiprocessor reads as many bytes of
+// x as of w, and the second-level cache sets the pace: cuBLASLt's larger tiles do better, unless the launch is the cost.
+inline constexpr int64_t kFewGemvRows = 16;
+inline constexpr int64_t kMaxGemvRows = 32;
+inline constexpr int64_t kSmallGemvBytes = 16 << 20;
 
-// Whether gemv() computes this product: bf16, 1 <= N <= kMaxGemvRows, I a multiple of 8.
+// Whether gemv() computes this product: bf16, N from 1 to as above, I a multiple of 8.
 bool gemv_applies(int64_t N, int64_t I, int64_t O, DType dtype);
 
 // y (N, O), x (N, I), w (O, I) bf16, x and w 16-byte aligned; bias (O) fp32 or null. Sums in fp32 in an order that
@@ -22,7 +24,7 @@ bool gemv_applies(int64_t N, int64_t I, int64_t O, DType dtype);
 KernelError gemv(void* y, const void* x, const void* w, const float* bias, int64_t N, int64_t I, int64_t O, DType dtype,
                  StreamHandle stream);
 
-// DecodeLayerKernels::norm_linear. Beyond kMaxGemvRows the product is cuBLASLt's.
+// DecodeLayerKernels::norm_linear. Where gemv_applies() is false the product is cuBLASLt's.
 KernelError norm_gemv(void* y, const DecodeNorm& norm, const void* w, const float* bias, int64_t N, int64_t C,
                       int64_t O, bool swiglu, StreamHandle stream);
 
