@@ -3,37 +3,37 @@
 #include <cstring>
 
 namespace kintsugi::parallel {
-namespace {
-
-// Enough blocks for every rank to have a share, few enough that they cost nothing to gather.
-constexpr int64_t kWantedBlocks = 256;
-constexpr int64_t kBlockAlignment = 1024;
-
-int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-
-}  // namespace
 
 int64_t losses_per_rank(const ParallelConfig& config, int world_size) {
   return config.fixed_order() ? (config.virtual_shards + world_size - 1) / world_size : 1;
 }
 
-Vote::Vote(int64_t gradient_length, int64_t losses_per_rank, int rank, int world_size)
-    : gradient_length_(gradient_length),
-      block_length_(round_up((gradient_length + kWantedBlocks - 1) / kWantedBlocks, kBlockAlignment)),
-      shape_{.world_size = world_size,
-             .num_blocks = (gradient_length + block_length_ - 1) / block_length_,
-             .losses_per_rank = losses_per_rank},
-      rank_(rank) {}
+Vote::Vote(const std::vector<runtime::UnitInfo>& units, const Mesh& mesh, const ParallelConfig& config, int rank)
+    : shards_(units, mesh.size(kShardAxis), mesh.coordinate(rank, kShardAxis)),
+      shape_{.num_shards = mesh.size(kShardAxis),
+             .num_replicas = mesh.size(kReplicateAxis),
+             .num_units = static_cast<int64_t>(units.size()),
+             .blocks_per_unit = kUnitBlocks,
+             .losses_per_rank = parallel::losses_per_rank(config, mesh.world_size()),
+             .interleaved = config.sharded()},
+      rank_(rank),
+      replica_(mesh.coordinate(rank, kReplicateAxis)) {
+  for (const runtime::UnitInfo& unit : units) block_lengths_.push_back(unit_block_length(unit.length));
+}
 
-int64_t Vote::memory_bytes() const { return shape_.world_size * shape_.record_bytes(); }
+int64_t Vote::memory_bytes() const { return shape_.world_size() * shape_.record_bytes(); }
 
 Status Vote::sum_squares(const float* gradient, const runtime::Backend& backend, runtime::Stream& stream) const {
   auto* partials = reinterpret_cast<double*>(record() + shape_.partials_offset());
-  const int64_t first = shape_.first_block(rank_), end = shape_.first_block(rank_ + 1);
-  return stream.launched(
-      backend.kernels().reduce->sum_squares(partials, gradient + first * block_length_, first, end - first,
-                                            block_length_, gradient_length_, stream.handle()),
-      "sum_squares");
+  const int64_t count = shape_.blocks_per_rank(), first = replica_ * count;
+  for (int u = 0; u < shards_.num_units(); ++u) {
+    const int64_t block = block_lengths_[static_cast<size_t>(u)];
+    KTG_RETURN_IF_ERROR(stream.launched(
+        backend.kernels().reduce->sum_squares(partials + u * count, gradient + shards_[u].local_begin + first * block,
+                                              first, count, block, shards_[u].count, stream.handle()),
+        "sum_squares"));
+  }
+  return ok_status();
 }
 
 Result<VoteResult> Vote::run(const float* gradient, const VoteBallot& ballot, comm::Communicator& communicator,

@@ -3,10 +3,10 @@
 // outcome from the same bytes. A rank leaves the vote only after every rank has entered it, so each then knows that
 // all hold the complete gradient.
 //
-// The gradient is cut into blocks whose size is a function of its length alone. Sums over blocks and over losses run in
-// ascending order, so the outcome has the same bits at every number of ranks whenever the gradients and the losses of
-// the virtual shards have. The arithmetic is that of kernels/vote.h; on a GPU it never leaves the device
-// (device_vote.h).
+// Each unit of the gradient is cut into blocks (layout/unit_shards.h) which every mode counts alike: a shard has some
+// of them, and its replicas share these. Sums over blocks, units and losses run in ascending order, so the outcome has
+// the same bits in every mode and at every number of ranks whenever the gradients and the losses of the virtual shards
+// have. The arithmetic is that of kernels/vote.h; on a GPU it never leaves the device (device_vote.h).
 #pragma once
 
 #include <cstdint>
@@ -15,6 +15,8 @@
 
 #include "comm/communicator.h"
 #include "kernels/vote.h"
+#include "parallel/layout/unit_shards.h"
+#include "parallel/mesh.h"
 #include "parallel/parallel_config.h"
 #include "runtime/backend.h"
 #include "runtime/model/transformer.h"
@@ -43,28 +45,29 @@ int64_t losses_per_rank(const ParallelConfig& config, int world_size);
 
 class Vote {
  public:
-  // `losses_per_rank`: the most that any rank brings.
-  Vote(int64_t gradient_length, int64_t losses_per_rank, int rank, int world_size);
+  Vote(const std::vector<runtime::UnitInfo>& units, const Mesh& mesh, const ParallelConfig& config, int rank);
   int64_t memory_bytes() const;
   // `memory`: memory_bytes(), best in the symmetric heap; not written before run().
   void attach(void* memory) { memory_ = static_cast<uint8_t*>(memory); }
 
-  // `gradient` is reduced. Collective; blocks until every rank has entered.
+  // `gradient` is reduced: this rank's shard, or the whole, which is one shard of one. Collective; blocks until every
+  // rank has entered.
   Result<VoteResult> run(const float* gradient, const VoteBallot& ballot, comm::Communicator& communicator,
                          const runtime::Backend& backend, runtime::Stream& stream, Deadline deadline);
 
   // Queues the sums of squares of this rank's blocks into its record.
   Status sum_squares(const float* gradient, const runtime::Backend& backend, runtime::Stream& stream) const;
 
-  int64_t block_length() const { return block_length_; }
   const kernels::VoteShape& shape() const { return shape_; }
   uint8_t* records() const { return memory_; }
   uint8_t* record() const { return memory_ + rank_ * shape_.record_bytes(); }  // this rank's
 
  private:
-  int64_t gradient_length_, block_length_;
+  UnitShards shards_;
+  std::vector<int64_t> block_lengths_;  // by unit
   kernels::VoteShape shape_;
   int rank_;
+  int64_t replica_;
   uint8_t* memory_ = nullptr;
 };
 

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kSumThreads)
     sum_squares_kernel(double* partials, const float* x, int64_t first, int64_t block, int64_t n, bool aligned) {
   __shared__ double scratch[32];
   const int64_t b = blockIdx.x;
-  const int64_t left = n - (first + b) * block, length = left < block ? left : block;
+  const int64_t left = n - (first + b) * block, length = left < 0 ? 0 : left < block ? left : block;
   double sum = 0;
   for_own_elements(x + b * block, length, threadIdx.x, kSumThreads, aligned, [&](float v) {
     const double d = v;

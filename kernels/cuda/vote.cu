@@ -8,6 +8,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int64_t kStagedBytes = 40 << 10;  // of shared memory
+constexpr int64_t kSummedUnits = 512;       // side by side; further ones one after another
 
 __device__ int64_t load_from_host(const int64_t* word) {
   int64_t value;
@@ -49,16 +50,24 @@ __global__ void __launch_bounds__(kThreads)
     tally_kernel(AdamWScalars* scalars, VotePublication* published, const void* records, VoteShape shape,
                  const StepInputs* inputs, const int64_t* stop_word, const int32_t* closed) {
   extern __shared__ double staged[];
-  const int64_t bytes = shape.world_size * shape.record_bytes();
+  __shared__ double squares[kSummedUnits];
+  const int64_t bytes = shape.world_size() * shape.record_bytes();
   const bool stage = bytes <= kStagedBytes;
   if (stage) {
     for (int64_t i = threadIdx.x; i < bytes / 8; i += blockDim.x) {
       staged[i] = static_cast<const double*>(records)[i];
     }
     __syncthreads();
+    records = staged;
   }
+  for (int64_t u = threadIdx.x; u < shape.num_units && u < kSummedUnits; u += blockDim.x) {
+    squares[u] = unit_squares(shape, records, u);
+  }
+  __syncthreads();
   if (threadIdx.x != 0) return;
-  const VoteCount count = stage ? count_votes(shape, staged, inputs->step) : count_votes(shape, records, inputs->step);
+  const VoteCount count = count_votes(shape, records, inputs->step, [&](int64_t u) {
+    return u < kSummedUnits ? squares[u] : unit_squares(shape, records, u);
+  });
   AdamWScalars result = update_scalars(*inputs, count);
   const bool stopped = stop_word != nullptr && load_from_host(stop_word) > inputs->generation;
   const bool shut = closed != nullptr && load_from_host(closed) != 0;
@@ -79,7 +88,7 @@ KernelError fill_record(void* record, const StepInputs* inputs, const LossSums* 
 
 KernelError tally(AdamWScalars* scalars, VotePublication* published, const void* records, const VoteShape& shape,
                   const StepInputs* inputs, const int64_t* stop_word, const int32_t* closed, StreamHandle stream) {
-  const int64_t bytes = shape.world_size * shape.record_bytes();
+  const int64_t bytes = shape.world_size() * shape.record_bytes();
   const size_t staged = bytes <= kStagedBytes ? static_cast<size_t>(bytes) : 0;
   tally_kernel<<<1, kThreads, staged, static_cast<cudaStream_t>(stream)>>>(scalars, published, records, shape, inputs,
                                                                            stop_word, closed);

@@ -15,14 +15,49 @@ namespace {
 constexpr int64_t kLength = 64 * 1000;
 constexpr int kShards = 8;
 
+std::vector<runtime::UnitInfo> units() {
+  std::vector<runtime::UnitInfo> out;
+  int64_t offset = 0;
+  for (const int64_t lines : {10, 500, 127, 363}) {
+    out.push_back({.name = "", .offset = offset, .length = 64 * lines, .first_tensor = 0, .num_tensors = 0});
+    offset += 64 * lines;
+  }
+  return out;
+}
+
+ParallelConfig config(const char* mode = "ddp", int64_t shard = 0) {
+  ParallelConfig c;
+  c.mode = mode;
+  c.reduce_order = "fixed";
+  c.virtual_shards = kShards;
+  c.shard = shard;
+  return c;
+}
+
 struct Rank {
   Result<VoteResult> result = internal_error("not run");
 };
 
-// All ranks hold the same gradient; each brings the losses of its shards.
-VoteResult vote(int N, const std::vector<float>& gradient, const std::vector<runtime::LossSums>& losses,
-                int stop_rank = -1) {
-  const ParallelConfig config{.mode = "ddp", .reduce_order = "fixed", .virtual_shards = kShards};
+// What of the gradient lies on `rank`. Padding is zero.
+std::vector<float> part_of(const std::vector<float>& gradient, const Mesh& mesh, int rank) {
+  const UnitShards shards(units(), mesh.size(kShardAxis), mesh.coordinate(rank, kShardAxis));
+  std::vector<float> part(shards.local_length(), 0.0f);
+  for (const runtime::StateRange& r : shards.ranges()) {
+    std::copy_n(gradient.begin() + r.begin, r.count, part.begin() + r.local_begin);
+  }
+  return part;
+}
+
+// Every rank brings the losses of its virtual shards.
+std::vector<runtime::LossSums> losses_of(const std::vector<runtime::LossSums>& losses, bool interleaved, int r, int N) {
+  if (!interleaved) return {losses.begin() + r * kShards / N, losses.begin() + (r + 1) * kShards / N};
+  std::vector<runtime::LossSums> mine;
+  for (int v = r; v < kShards; v += N) mine.push_back(losses[v]);
+  return mine;
+}
+
+VoteResult vote(const ParallelConfig& c, int N, const std::vector<float>& gradient,
+                const std::vector<runtime::LossSums>& losses, int stop_rank = -1) {
   std::vector<std::unique_ptr<comm::SymmetricHeap>> heaps;
   std::vector<comm::SymmetricHeap*> heap_pointers;
   for (int r = 0; r < N; ++r) {
@@ -30,6 +65,7 @@ VoteResult vote(int N, const std::vector<float>& gradient, const std::vector<run
     heap_pointers.push_back(heaps.back().get());
   }
   const auto world = comm::LocalWorld::create(N, 1, heap_pointers);
+  const Mesh mesh = Mesh::of_run(c, N).value();
   std::vector<Rank> ranks(N);
   std::vector<std::thread> threads;
   for (int r = 0; r < N; ++r) {
@@ -37,13 +73,12 @@ VoteResult vote(int N, const std::vector<float>& gradient, const std::vector<run
       const auto backend = runtime::create_cpu_backend({.num_threads = 1});
       const auto stream = backend->create_stream().value();
       const auto communicator = world->join(r, comm::CommConfig(), StopToken()).value();
-      Vote vote(kLength, losses_per_rank(config, N), r, N);
+      Vote vote(units(), mesh, c, r);
       vote.attach(heaps[r]->allocate(vote.memory_bytes(), "vote").value());
-      const int begin = r * kShards / N, end = (r + 1) * kShards / N;
-      ranks[r].result = vote.run(
-          gradient.data(),
-          {.step = 4, .losses = std::span(losses).subspan(begin, end - begin), .stop_requested = r == stop_rank},
-          *communicator, *backend, *stream, Deadline::after(std::chrono::seconds(60)));
+      ranks[r].result =
+          vote.run(part_of(gradient, mesh, r).data(),
+                   {.step = 4, .losses = losses_of(losses, c.sharded(), r, N), .stop_requested = r == stop_rank},
+                   *communicator, *backend, *stream, Deadline::after(std::chrono::seconds(60)));
     });
   }
   for (std::thread& thread : threads) thread.join();
@@ -54,6 +89,11 @@ VoteResult vote(int N, const std::vector<float>& gradient, const std::vector<run
     EXPECT_EQ(ranks[r].result->stop_requested, ranks[0].result->stop_requested);
   }
   return ranks[0].result.value();
+}
+
+VoteResult vote(int N, const std::vector<float>& gradient, const std::vector<runtime::LossSums>& losses,
+                int stop_rank = -1) {
+  return vote(config(), N, gradient, losses, stop_rank);
 }
 
 class VoteTest : public testing::Test {
@@ -83,6 +123,19 @@ TEST_F(VoteTest, TheOutcomeHasTheSameBitsAtEveryWorldSize) {
     const VoteResult many = vote(N, gradient_, losses_);
     EXPECT_EQ(many.gradient_norm, one.gradient_norm) << N;
     EXPECT_EQ(many.loss_sum, one.loss_sum) << N;
+  }
+}
+
+TEST_F(VoteTest, TheOutcomeHasTheSameBitsInEveryMode) {
+  const VoteResult one = vote(1, gradient_, losses_);
+  for (const int N : {1, 2, 3, 4, 6, 8}) {
+    for (int shard = 1; shard <= N; ++shard) {
+      if (N % shard != 0) continue;
+      const VoteResult many = vote(config("zero3", shard), N, gradient_, losses_);
+      EXPECT_EQ(many.gradient_norm, one.gradient_norm) << N << " ranks, " << shard << " shards";
+      EXPECT_EQ(many.loss_sum, one.loss_sum) << N << " ranks, " << shard << " shards";
+      EXPECT_EQ(many.num_tokens, one.num_tokens);
+    }
   }
 }
 

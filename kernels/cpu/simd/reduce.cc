@@ -21,7 +21,8 @@ KernelError sum_squares(double* partials, const float* x, int64_t first, int64_t
                         StreamHandle) {
   parallel_ranges(count, count * block, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
-      partials[b] = block_squares(x + b * block, min_of(block, n - (first + b) * block));
+      const int64_t left = n - (first + b) * block;
+      partials[b] = left > 0 ? block_squares(x + b * block, min_of(block, left)) : 0;
     }
   });
   return kKernelOk;

@@ -33,7 +33,10 @@ class DeviceVoteTest : public testing::Test {
  protected:
   static constexpr int64_t kLength = 64 * 4001, kMicroSteps = 3;
 
-  DeviceVoteTest() : stream_(gpu().create_stream().value()), gradient_(kLength), vote_(kLength, 1, 0, 1) {
+  DeviceVoteTest()
+      : stream_(gpu().create_stream().value()),
+        gradient_(kLength),
+        vote_(units(), Mesh::of_run(ParallelConfig(), 1).value(), ParallelConfig(), 0) {
     const uint64_t seed = std::random_device()();
     printf("seed %lu\n", seed);
     std::mt19937_64 random(seed);
@@ -45,6 +48,11 @@ class DeviceVoteTest : public testing::Test {
     vote_.attach(records_.data());
     device_vote_ = DeviceVote::create(vote_, kMicroSteps, /*add_up=*/true, gpu()).value();
     EXPECT_TRUE(device_vote_->open(StopToken(&page_.word, 5)).ok());
+  }
+
+  static std::vector<runtime::UnitInfo> units() {
+    return {{.name = "", .offset = 0, .length = 64 * 1501, .first_tensor = 0, .num_tensors = 0},
+            {.name = "", .offset = 64 * 1501, .length = kLength - 64 * 1501, .first_tensor = 0, .num_tensors = 0}};
   }
 
   kernels::StepInputs inputs(int64_t step) const {
