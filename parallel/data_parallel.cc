@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "parallel/decay_edges.h"
 #include "parallel/state_memory.h"
 #include "runtime/base/deadline.h"
 
@@ -12,21 +13,20 @@ namespace {
 
 using kernels::DType;
 
-// Where decay begins and ends (kernels/optimizer.h) in elements [begin, end) of the flat space, counted from begin.
-// Padding goes with the tensor before it: its weights, moments and gradients are zero and stay so.
-std::vector<int64_t> plan_decay_edges(const runtime::ParamTable& table, int64_t begin, int64_t end) {
-  std::vector<int64_t> edges;
-  for (const runtime::TensorInfo& tensor : table.tensors()) {
-    if (tensor.decay == (edges.size() % 2 == 1)) continue;
-    edges.push_back(std::clamp(tensor.offset, begin, end) - begin);
-  }
-  if (edges.size() % 2 == 1) edges.push_back(end - begin);
-  return edges;
+std::vector<int64_t> decay_edges(const runtime::ParamTable& table, int64_t begin, int64_t end) {
+  const runtime::StateRange all{.begin = 0, .count = table.total_length(), .local_begin = 0};
+  return plan_decay_edges(table, std::span(&all, 1), begin, end);
 }
 
 GradientStack plan_stack(const DataParallelOptions& options) {
   if (!options.config.fixed_order()) return {};
   return plan_gradient_stack(options.config.virtual_shards, options.rank, options.world_size);
+}
+
+std::unique_ptr<Vote> create_vote(const runtime::ParamTable& table, const DataParallelOptions& options) {
+  KTG_CHECK(!options.config.sharded()) << "parallelism.mode = " << options.config.mode;
+  return std::make_unique<Vote>(table.units(), *Mesh::of_run(options.config, options.world_size), options.config,
+                                options.rank);
 }
 
 }  // namespace
@@ -38,10 +38,9 @@ DataParallel::DataParallel(const runtime::ParamTable& table, const DataParallelO
       backend_(backend),
       buckets_(plan_buckets(table.units(), options.first_bucket_bytes, options.bucket_bytes)),
       half_(table.total_length() / 2),
-      decay_edges_{plan_decay_edges(table, 0, half_), plan_decay_edges(table, half_, table.total_length())},
+      decay_edges_{decay_edges(table, 0, half_), decay_edges(table, half_, table.total_length())},
       stack_(plan_stack(options)),
-      vote_(std::make_unique<Vote>(table.total_length(), losses_per_rank(options.config, options.world_size),
-                                   options.rank, options.world_size)) {
+      vote_(create_vote(table, options)) {
   for (int half = 0; half < 2; ++half) edges_[half] = decay_edges_[half].data();
   in_flight_.reserve(buckets_.size());
   for (const runtime::UnitInfo& unit : table.units()) {
@@ -65,8 +64,7 @@ Result<std::unique_ptr<DataParallel>> DataParallel::create(const runtime::ParamT
 
 int64_t DataParallel::device_bytes(const runtime::ParamTable& table, int64_t num_micro_steps) {
   const int64_t half = table.total_length() / 2;
-  const size_t edges =
-      plan_decay_edges(table, 0, half).size() + plan_decay_edges(table, half, table.total_length()).size();
+  const size_t edges = decay_edges(table, 0, half).size() + decay_edges(table, half, table.total_length()).size();
   return static_cast<int64_t>(edges * sizeof(int64_t)) + DeviceVote::device_bytes(num_micro_steps);
 }
 

@@ -1,12 +1,14 @@
 #include "parallel/state_memory.h"
 
 #include "parallel/gradient_stack.h"
+#include "parallel/sharded/shard_plan.h"
 #include "parallel/vote.h"
 
 namespace kintsugi::parallel {
 
 StateMemory plan_state_memory(const runtime::ParamTable& table, const ParallelConfig& config, kernels::DType dtype,
                               int world_size) {
+  if (config.sharded()) return ShardPlan(table, config, dtype, /*rank=*/0, world_size).memory();
   const int64_t length = table.total_length();
   const int64_t flat_bytes = length * static_cast<int64_t>(sizeof(float));
   const int64_t buffers = config.fixed_order() ? max_gradient_buffers(config.virtual_shards, world_size) : 1;
@@ -14,7 +16,7 @@ StateMemory plan_state_memory(const runtime::ParamTable& table, const ParallelCo
   memory.weights_bytes = flat_bytes;
   memory.moments_bytes = 2 * flat_bytes;
   memory.gradients_bytes = buffers * flat_bytes;
-  memory.vote_bytes = Vote(length, losses_per_rank(config, world_size), 0, world_size).memory_bytes();
+  memory.vote_bytes = Vote(table.units(), *Mesh::of_run(config, world_size), config, 0).memory_bytes();
   memory.compute_copy_bytes = dtype == kernels::DType::kF32 ? 0 : length * kernels::size_of(dtype);
   return memory;
 }

@@ -1,4 +1,4 @@
-// Bytes that a data-parallel rank keeps, for the memory plan.
+// Bytes that a rank keeps, for the memory plan.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,9 @@ struct StateMemory {
   int64_t moments_bytes = 0;
   int64_t gradients_bytes = 0;
   int64_t vote_bytes = 0;
-  int64_t compute_copy_bytes = 0;  // private; 0 in fp32, where the kernels read the master weights
+  // Private. ddp: the rounded weights; 0 in fp32, where the kernels read the master weights. Sharded modes: gathered
+  // weights.
+  int64_t compute_copy_bytes = 0;
 };
 
 StateMemory plan_state_memory(const runtime::ParamTable& table, const ParallelConfig& config, kernels::DType dtype,

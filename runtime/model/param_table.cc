@@ -137,4 +137,28 @@ const TensorInfo* ParamTable::find(const std::string& name) const {
   return nullptr;
 }
 
+std::vector<PackedVector> packed_vectors(const ParamTable& table, int unit) {
+  const UnitInfo& info = table.units()[static_cast<size_t>(unit)];
+  std::vector<PackedVector> vectors;
+  for (int t = info.first_tensor; t < info.first_tensor + info.num_tensors; ++t) {
+    const TensorInfo& tensor = table.tensors()[static_cast<size_t>(t)];
+    if (tensor.matrix) continue;
+    PackedVector vector{.offset = tensor.offset - info.offset, .packed = 0, .numel = tensor.numel};
+    if (!vectors.empty()) {
+      const PackedVector& before = vectors.back();
+      const bool joined = vector.offset == before.offset + before.numel;
+      vector.packed = before.packed + (joined ? before.numel : align_up(before.numel));
+      // What joined others ends wherever it ends.
+      if (!joined) vector.packed = align_up(vector.packed);
+    }
+    vectors.push_back(vector);
+  }
+  return vectors;
+}
+
+int64_t packed_length(const ParamTable& table, int unit) {
+  const std::vector<PackedVector> vectors = packed_vectors(table, unit);
+  return vectors.empty() ? 0 : align_up(vectors.back().packed + vectors.back().numel);
+}
+
 }  // namespace kintsugi::runtime

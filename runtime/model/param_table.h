@@ -58,6 +58,17 @@ class ParamTable {
   std::vector<TensorInfo> tensors_;
 };
 
+// The vectors of a unit, one after another: where a mode keeps them apart from the matrices. Those that join each other
+// in the unit do so here, too; the others begin at multiples of kUnitAlignment.
+struct PackedVector {
+  int64_t offset;  // in the unit
+  int64_t packed;
+  int64_t numel;
+};
+std::vector<PackedVector> packed_vectors(const ParamTable& table, int unit);
+// A multiple of kUnitAlignment.
+int64_t packed_length(const ParamTable& table, int unit);
+
 // Initial weights of flat elements [begin, begin + count) into `out`. Counter based (Philox 4x32-10, Salmon et al.,
 // SC 2011), keyed by (seed, purpose, global element index): the same whatever the layout, rank or thread count.
 void init_parameters(float* out, const ParamTable& table, uint64_t seed, int64_t begin, int64_t count);

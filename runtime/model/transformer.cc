@@ -75,7 +75,9 @@ TransformerImpl::TransformerImpl(const ModelConfig& config, const TransformerOpt
       params_(ParamTable::build(config)),
       layout_(ModelLayout::of(config, params_)),
       a_(plan_activations(config, options, backend.kernels(), [&](int64_t bytes) { return arena.take(bytes); })),
-      host_positions_(static_cast<size_t>(options.max_tokens)) {}
+      host_positions_(static_cast<size_t>(options.max_tokens)) {
+  for (int unit = 0; unit < params_.num_units(); ++unit) vectors_.push_back(packed_vectors(params_, unit));
+}
 
 Status TransformerImpl::init(Stream& stream) {
   if (a_.decode_workspace != nullptr) {

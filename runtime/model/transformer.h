@@ -26,10 +26,12 @@ class UnitAccess {
  public:
   virtual ~UnitAccess() = default;
   // The unit's master weights (fp32, vectors are read here) and its matrices in the compute dtype;
-  // both point at the unit's first element (compute == master in fp32). Valid until release().
+  // both point at the unit's first element (compute == master in fp32). Valid until release(). A mode that keeps the
+  // vectors apart gives them as packed_vectors() lays them out; master is then null.
   struct Weights {
     const float* master;
     const void* compute;
+    const float* vectors = nullptr;
   };
   virtual Result<Weights> acquire(int unit, Stream& stream) = 0;
   virtual Status release(int unit, Stream& stream) = 0;

@@ -121,6 +121,7 @@ class TransformerImpl final : public Transformer {
   const kernels::KernelTable& k_;
   const ParamTable params_;
   const ModelLayout layout_;
+  std::vector<std::vector<PackedVector>> vectors_;  // by unit
   Activations a_;
   std::vector<int32_t> host_positions_;
   int32_t* finite_flags_ = nullptr;
@@ -141,7 +142,8 @@ class TransformerImpl final : public Transformer {
 template <class Body>
 Status TransformerImpl::with_unit(int unit, UnitAccess& access, Stream& stream, Body&& body) {
   KTG_ASSIGN_OR_RETURN(const UnitAccess::Weights weights, access.acquire(unit, stream));
-  const Status outcome = body(UnitWeights{weights.master, weights.compute, options_.dtype});
+  const Status outcome = body(UnitWeights{weights.master, weights.compute, options_.dtype, weights.vectors,
+                                                &vectors_[static_cast<size_t>(unit)]});
   const Status released = access.release(unit, stream);
   return outcome.ok() ? released : outcome;
 }

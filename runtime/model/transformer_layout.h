@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "kernels/types.h"
 #include "runtime/model/param_table.h"
@@ -34,8 +35,17 @@ struct UnitWeights {
   const float* master;
   const void* compute;
   kernels::DType dtype;
+  const float* packed;                       // null: vectors are read from master
+  const std::vector<PackedVector>* vectors;  // of the unit
 
-  const float* vector(int64_t offset) const { return offset == kAbsent ? nullptr : master + offset; }
+  const float* vector(int64_t offset) const {
+    if (offset == kAbsent) return nullptr;
+    if (packed == nullptr) return master + offset;
+    for (const PackedVector& v : *vectors) {
+      if (v.offset == offset) return packed + v.packed;
+    }
+    return nullptr;  // not a vector: a bug that ModelLayout rules out
+  }
   const void* matrix(int64_t offset) const {
     return static_cast<const char*>(compute) + offset * kernels::size_of(dtype);
   }

@@ -1,0 +1,342 @@
+#include "parallel/fully_sharded.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+
+#include "parallel/decay_edges.h"
+#include "parallel/sharded/gradient_reduce.h"
+#include "parallel/sharded/shard_plan.h"
+#include "parallel/sharded/vector_table.h"
+#include "parallel/sharded/weight_gather.h"
+#include "runtime/base/deadline.h"
+
+namespace kintsugi::parallel {
+namespace {
+
+using runtime::Stream;
+
+class FullyShardedImpl final : public FullySharded {
+ public:
+  FullyShardedImpl(const runtime::ParamTable& table, const FullyShardedOptions& options, runtime::Backend& backend)
+      : table_(table),
+        options_(options),
+        backend_(backend),
+        plan_(table, options.config, options.dtype, options.rank, options.world_size),
+        gather_(plan_, backend, options.overlap, traffic_),
+        reduce_(table, plan_, backend, traffic_),
+        vectors_(table, plan_, &backend, traffic_),
+        vote_(table.units(), plan_.mesh, options.config, options.rank) {
+    for (const runtime::UnitInfo& unit : table.units()) {
+      forward_names_.push_back("forward " + unit.name);
+      backward_names_.push_back("backward " + unit.name);
+    }
+    acquired_ns_.assign(table.units().size(), 0);
+  }
+
+  Status allocate(comm::SymmetricHeap& heap, Stream& stream);
+
+  // ParallelMode.
+  using ParallelMode::state;
+  runtime::TrainState& state() override { return state_; }
+  uint64_t holders_of(int rank) const override {
+    uint64_t holders = 0;
+    for (const int r : plan_.mesh.group(rank, kReplicateAxis)) holders |= uint64_t{1} << r;
+    return holders;
+  }
+  void set_communicators(const Communicators& communicators) override {
+    communicators_ = communicators;
+    gather_.set_communicator(communicators.gather);
+    reduce_.set_communicators(communicators);
+    vectors_.set_communicator(communicators.gather);
+    fetches_.clear();
+    held_.assign(held_.size(), false);
+  }
+  Status weights_changed(Stream& stream, Deadline deadline) override;
+  Status begin_fetch(uint64_t joining, int source_rank, Stream& stream) override;
+  Status finish_fetch(Stream& stream, Deadline deadline) override;
+  void begin_step(const BatchLayout& layout) override;
+  void begin_micro_step(int64_t micro_step) override;
+  Status idle_micro_step(Stream& stream) override;
+  void begin_forward() override { in_backward_ = head_held_ = false; }
+  Status idle_forward(Stream& stream) override;
+  Status finish_reduce(Stream& stream, Deadline deadline) override;
+  Result<VoteResult> vote(const VoteBallot& ballot, Stream& stream, Deadline deadline) override {
+    return vote_.run(reduce_.shard_gradient(), ballot, *communicators_.world, backend_, stream, deadline);
+  }
+  DeviceVote& device_vote() override { return *device_vote_; }
+  Status enter_vote(Stream& stream) override { return device_vote_->enter(reduce_.shard_gradient(), stream); }
+  Status update(const kernels::AdamWScalars* scalars, Stream& stream) override;
+  void set_probe(std::function<Status(StepPoint)> probe) override { probe_ = std::move(probe); }
+  void set_around_communication(Around) override {}
+  bool can_replay() const override { return false; }
+  Status replay_communication(Stream&) override {
+    return failed_precondition("steps of sharded modes are not recorded");
+  }
+  void set_timelines(trace::Timeline* units, trace::Timeline* collectives) override {
+    unit_timeline_ = units;
+    static_cast<void>(collectives);
+  }
+
+  // UnitAccess.
+  Result<Weights> acquire(int unit, Stream& stream) override;
+  Status release(int unit, Stream& stream) override;
+  Result<Gradients> gradients(int unit, Stream& stream) override;
+  Status gradients_ready(int unit, Stream& stream) override;
+
+  const UnitShards& shards() const override { return plan_.shards; }
+  Traffic traffic() const override { return traffic_; }
+
+ private:
+  static constexpr auto kPatience = std::chrono::minutes(10);  // comm.timeout_ms is shorter
+  static Deadline patience() { return Deadline::after(kPatience); }
+  int last_unit() const { return table_.num_units() - 1; }
+  Status at(StepPoint point) { return probe_ ? probe_(point) : ok_status(); }
+  Status progress();
+  Status update_half(int half, const kernels::AdamWScalars* scalars, Stream& stream);
+  bool reduces_now() const { return plan_.every_step || micro_step_ + 1 == options_.num_micro_steps; }
+  Result<int> source_in_group(uint64_t joining, int source_rank) const;
+
+  const runtime::ParamTable& table_;
+  const FullyShardedOptions options_;
+  runtime::Backend& backend_;
+  const ShardPlan plan_;
+  Traffic traffic_;
+  WeightGather gather_;
+  GradientReduce reduce_;
+  VectorTable vectors_;
+  Vote vote_;
+  std::unique_ptr<DeviceVote> device_vote_;
+
+  runtime::TrainState state_;
+  uint8_t* rounded_ = nullptr;  // this rank's weights as the kernels read them; null in fp32
+  int64_t half_ = 0;            // elements of the first of update()'s halves
+  std::array<std::vector<int64_t>, 2> decay_edges_;
+  runtime::Buffer device_edges_;
+  const int64_t* edges_[2] = {};
+  Communicators communicators_;
+  std::vector<comm::WorkPtr> fetches_;
+
+  BatchLayout layout_;
+  int64_t micro_step_ = 0;
+  bool in_backward_ = false;
+  bool head_held_ = false;
+  bool reduced_any_ = false;  // in this step
+  std::vector<bool> held_;    // by unit: its gradient's slot has been handed out in this micro-step
+  std::function<Status(StepPoint)> probe_;
+  trace::Timeline* unit_timeline_ = nullptr;
+  std::vector<std::string> forward_names_, backward_names_;
+  std::vector<int64_t> acquired_ns_;
+};
+
+Status FullyShardedImpl::allocate(comm::SymmetricHeap& heap, Stream& stream) {
+  const StateMemory memory = plan_.memory();
+  const int64_t length = plan_.shards.local_length();
+  KTG_ASSIGN_OR_RETURN(void* weights, heap.allocate(memory.weights_bytes, "weights"));
+  KTG_ASSIGN_OR_RETURN(void* moments, heap.allocate(memory.moments_bytes, "moments"));
+  KTG_ASSIGN_OR_RETURN(void* gradients, heap.allocate(memory.gradients_bytes, "gradients"));
+  KTG_ASSIGN_OR_RETURN(void* vote, heap.allocate(memory.vote_bytes, "vote"));
+  state_.weights = static_cast<float*>(weights);
+  state_.m = static_cast<float*>(moments);
+  state_.v = state_.m + length;
+  state_.length = length;
+  state_.ranges = plan_.shards.ranges();
+  if (plan_.rounded) rounded_ = reinterpret_cast<uint8_t*>(state_.weights + length);
+  KTG_RETURN_IF_ERROR(gather_.allocate(plan_.rounded ? rounded_ : static_cast<uint8_t*>(weights)));
+  KTG_RETURN_IF_ERROR(reduce_.allocate(gradients));
+  KTG_RETURN_IF_ERROR(vectors_.allocate(state_.weights));
+  vote_.attach(vote);
+  held_.assign(table_.units().size(), false);
+
+  half_ = length / 2;
+  for (int half = 0; half < 2; ++half) {
+    decay_edges_[half] = plan_decay_edges(table_, state_.ranges, half == 0 ? 0 : half_, half == 0 ? half_ : length);
+    edges_[half] = decay_edges_[half].data();
+  }
+  if (!backend_.asynchronous()) return ok_status();
+  const auto bytes = [](const std::vector<int64_t>& edges) { return static_cast<int64_t>(edges.size() * 8); };
+  KTG_ASSIGN_OR_RETURN(
+      device_edges_, backend_.allocate(bytes(decay_edges_[0]) + bytes(decay_edges_[1]) + 8, "ranges of weight decay"));
+  auto* to = device_edges_.as<int64_t>();
+  for (int half = 0; half < 2; ++half) {
+    edges_[half] = to;
+    KTG_RETURN_IF_ERROR(backend_.copy(to, decay_edges_[half].data(), bytes(decay_edges_[half]), stream));
+    to += decay_edges_[half].size();
+  }
+  KTG_ASSIGN_OR_RETURN(device_vote_, DeviceVote::create(vote_, options_.num_micro_steps,
+                                                        /*add_up=*/!options_.config.fixed_order(), backend_));
+  return ok_status();
+}
+
+Status FullyShardedImpl::weights_changed(Stream& stream, Deadline deadline) {
+  if (plan_.rounded) {
+    KTG_RETURN_IF_ERROR(stream.launched(
+        backend_.kernels().reduce->convert(rounded_, state_.weights, state_.length, options_.dtype, stream.handle()),
+        "convert weights"));
+  }
+  gather_.forget();
+  vectors_.forget();
+  return vectors_.gather(stream, deadline);
+}
+
+// Of the ranks that hold what this rank holds: whom those that join read. Its place among them; -1: nobody joins.
+Result<int> FullyShardedImpl::source_in_group(uint64_t joining, int source_rank) const {
+  const std::vector<int> group = plan_.mesh.group(options_.rank, kReplicateAxis);
+  int source = -1;
+  bool anybody = false;
+  for (size_t i = 0; i < group.size(); ++i) {
+    const bool joins = (joining >> group[i] & 1) != 0;
+    anybody |= joins;
+    if (!joins && (source < 0 || group[i] == source_rank)) source = static_cast<int>(i);
+  }
+  if (!anybody) return -1;
+  if (source < 0) {
+    return failed_precondition(fmt::format("rank {}: no living rank holds the same shard", options_.rank));
+  }
+  return source;
+}
+
+Status FullyShardedImpl::begin_fetch(uint64_t joining, int source_rank, Stream& stream) {
+  KTG_ASSIGN_OR_RETURN(const int source, source_in_group(joining, source_rank));
+  if (source < 0) return ok_status();
+  comm::Communicator* same = plan_.num_shards == 1 ? communicators_.world : communicators_.replica;
+  const bool receive = (joining >> options_.rank & 1) != 0;
+  for (float* part : {state_.weights, state_.m, state_.v}) {
+    KTG_ASSIGN_OR_RETURN(comm::WorkPtr work, same->fetch(part, state_.length * 4, source, receive, stream));
+    fetches_.push_back(std::move(work));
+  }
+  return ok_status();
+}
+
+Status FullyShardedImpl::finish_fetch(Stream& stream, Deadline deadline) {
+  for (const comm::WorkPtr& work : fetches_) KTG_RETURN_IF_ERROR(work->wait(deadline));
+  fetches_.clear();
+  return weights_changed(stream, deadline);
+}
+
+void FullyShardedImpl::begin_step(const BatchLayout& layout) {
+  layout_ = layout;
+  traffic_ = {};
+  reduced_any_ = false;
+  reduce_.begin_step();
+  begin_micro_step(0);
+}
+
+void FullyShardedImpl::begin_micro_step(int64_t micro_step) {
+  micro_step_ = micro_step;
+  in_backward_ = head_held_ = false;
+  held_.assign(held_.size(), false);
+}
+
+// What the model would do, without the computation (runtime/model/transformer.h says in which order).
+Status FullyShardedImpl::idle_micro_step(Stream& stream) {
+  KTG_RETURN_IF_ERROR(idle_forward(stream));
+  for (int unit = last_unit(); unit >= 0; --unit) {
+    const bool reads_weights = unit > 0 && unit < last_unit();
+    if (reads_weights) KTG_RETURN_IF_ERROR(acquire(unit, stream).status());
+    KTG_RETURN_IF_ERROR(gradients(unit, stream).status());
+    KTG_RETURN_IF_ERROR(gradients_ready(unit, stream));
+    if (reads_weights) KTG_RETURN_IF_ERROR(release(unit, stream));
+  }
+  return ok_status();
+}
+
+Status FullyShardedImpl::idle_forward(Stream& stream) {
+  for (int unit = 0; unit <= last_unit(); ++unit) {
+    KTG_RETURN_IF_ERROR(acquire(unit, stream).status());
+    KTG_RETURN_IF_ERROR(release(unit, stream));
+  }
+  return ok_status();
+}
+
+Status FullyShardedImpl::progress() {
+  if (backend_.asynchronous()) return ok_status();  // a device's communication goes on by itself
+  KTG_RETURN_IF_ERROR(gather_.progress());
+  return reduce_.progress();
+}
+
+Result<runtime::UnitAccess::Weights> FullyShardedImpl::acquire(int unit, Stream& stream) {
+  KTG_RETURN_IF_ERROR(progress());
+  if (unit == table_.num_units() / 2 && !in_backward_) KTG_RETURN_IF_ERROR(at(StepPoint::kForward));
+  KTG_RETURN_IF_ERROR(vectors_.gather(stream, patience()));
+  // Inside the head's hold a tied table is acquired again: nothing follows it there. The embedding's backward reads no
+  // weights.
+  int next = in_backward_ ? unit - 1 : unit + 1;
+  if (next > last_unit() || (in_backward_ && next < 1) || (unit == 0 && head_held_)) next = -1;
+  if (unit == last_unit()) head_held_ = true;
+  KTG_ASSIGN_OR_RETURN(const void* compute, gather_.acquire(unit, next, stream, patience()));
+  if (unit_timeline_ != nullptr) acquired_ns_[static_cast<size_t>(unit)] = monotonic_ns();
+  if (!plan_.rounded) return Weights{static_cast<const float*>(compute), compute};
+  return Weights{nullptr, compute, vectors_.of_unit(unit)};
+}
+
+Status FullyShardedImpl::release(int unit, Stream&) {
+  gather_.release(unit);
+  if (unit == last_unit()) head_held_ = false;
+  if (unit_timeline_ != nullptr) {
+    const std::vector<std::string>& names = in_backward_ ? backward_names_ : forward_names_;
+    const auto i = static_cast<size_t>(unit);
+    unit_timeline_->add(names[i].c_str(), acquired_ns_[i], monotonic_ns());
+  }
+  return ok_status();
+}
+
+Result<runtime::UnitAccess::Gradients> FullyShardedImpl::gradients(int unit, Stream& stream) {
+  in_backward_ = true;
+  if (unit == table_.num_units() / 2) KTG_RETURN_IF_ERROR(at(StepPoint::kBackward));
+  // A tied table's gradient is asked for twice.
+  const auto i = static_cast<size_t>(unit);
+  const bool accumulate = !plan_.every_step && micro_step_ > 0;
+  if (!held_[i] && !accumulate) KTG_RETURN_IF_ERROR(reduce_.take_slot(unit, stream, patience()));
+  held_[i] = true;
+  return Gradients{reduce_.slot(unit), accumulate};
+}
+
+Status FullyShardedImpl::gradients_ready(int unit, Stream& stream) {
+  if (!reduces_now()) return progress();
+  const bool first = !plan_.every_step || micro_step_ == 0;
+  KTG_RETURN_IF_ERROR(reduce_.start(unit, micro_step_, first, stream, patience()));
+  if (!options_.overlap) KTG_RETURN_IF_ERROR(reduce_.finish(stream, patience()));
+  if (!reduced_any_) {
+    reduced_any_ = true;
+    KTG_RETURN_IF_ERROR(at(StepPoint::kMidReduce));
+  }
+  return progress();
+}
+
+Status FullyShardedImpl::finish_reduce(Stream& stream, Deadline deadline) { return reduce_.finish(stream, deadline); }
+
+// In two halves, so that a fault can strike between them.
+Status FullyShardedImpl::update(const kernels::AdamWScalars* scalars, Stream& stream) {
+  gather_.forget();
+  vectors_.forget();
+  KTG_RETURN_IF_ERROR(update_half(0, scalars, stream));
+  KTG_RETURN_IF_ERROR(at(StepPoint::kMidUpdate));
+  return update_half(1, scalars, stream);
+}
+
+Status FullyShardedImpl::update_half(int half, const kernels::AdamWScalars* scalars, Stream& stream) {
+  const int64_t begin = half == 0 ? 0 : half_, end = half == 0 ? half_ : state_.length;
+  uint8_t* copy = rounded_ == nullptr ? nullptr : rounded_ + begin * kernels::size_of(options_.dtype);
+  return stream.launched(backend_.kernels().optimizer->adamw(
+                             state_.weights + begin, state_.m + begin, state_.v + begin, copy,
+                             reduce_.shard_gradient() + begin, end - begin, scalars, edges_[half],
+                             static_cast<int64_t>(decay_edges_[half].size()), options_.dtype, stream.handle()),
+                         "adamw");
+}
+
+}  // namespace
+
+Result<std::unique_ptr<FullySharded>> FullySharded::create(const runtime::ParamTable& table,
+                                                           const FullyShardedOptions& options,
+                                                           runtime::Backend& backend, comm::SymmetricHeap& heap,
+                                                           runtime::Stream& stream) {
+  KTG_RETURN_IF_ERROR(options.config.validate());
+  KTG_RETURN_IF_ERROR(Mesh::of_run(options.config, options.world_size).status());
+  auto made = std::make_unique<FullyShardedImpl>(table, options, backend);
+  KTG_RETURN_IF_ERROR(made->allocate(heap, stream));
+  return std::unique_ptr<FullySharded>(std::move(made));
+}
+
+}  // namespace kintsugi::parallel

@@ -1,0 +1,113 @@
+#include "parallel/sharded/shard_plan.h"
+
+#include <algorithm>
+
+#include "parallel/vote.h"
+
+namespace kintsugi::parallel {
+namespace {
+
+// `own[u]`: unit u has a slot to itself. `lengths`: elements of each unit's slot.
+Slots plan_slots(const std::vector<int64_t>& lengths, bool all_own, const std::vector<bool>& own, bool tied) {
+  const int units = static_cast<int>(lengths.size());
+  Slots slots;
+  std::vector<int64_t> sizes;
+  const auto add = [&](int64_t length) {
+    sizes.push_back(length);
+    return static_cast<int>(sizes.size()) - 1;
+  };
+  int turn[2] = {-1, -1}, end = -1;
+  for (int u = 0; u < units; ++u) {
+    const auto length = lengths[static_cast<size_t>(u)];
+    const bool is_end = u == 0 || u + 1 == units;
+    int slot;
+    if (all_own || (is_end && tied) || own[static_cast<size_t>(u)]) {
+      slot = add(length);
+    } else {
+      int& shared = is_end ? end : turn[u % 2];
+      if (shared < 0) shared = add(0);
+      slot = shared;
+    }
+    sizes[static_cast<size_t>(slot)] = std::max(sizes[static_cast<size_t>(slot)], length);
+    slots.of_unit.push_back(slot);
+  }
+  for (const int64_t size : sizes) {
+    slots.begin.push_back(slots.length);
+    slots.length += size;
+  }
+  return slots;
+}
+
+bool has_head_matrix(const runtime::ParamTable& table) {
+  const runtime::UnitInfo& head = table.units().back();
+  for (int t = head.first_tensor; t < head.first_tensor + head.num_tensors; ++t) {
+    if (table.tensors()[static_cast<size_t>(t)].matrix) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+ShardPlan::ShardPlan(const runtime::ParamTable& table, const ParallelConfig& config, kernels::DType dtype, int rank,
+                     int world_size)
+    : mesh(Mesh::of_run(config, world_size).value()),
+      num_shards(mesh.size(kShardAxis)),
+      num_replicas(mesh.size(kReplicateAxis)),
+      shard(mesh.coordinate(rank, kShardAxis)),
+      replica(mesh.coordinate(rank, kReplicateAxis)),
+      shards(table.units(), num_shards, shard),
+      fixed(config.fixed_order()),
+      wire_bf16(!fixed && config.gradient_dtype == "bf16"),
+      rounded(dtype != kernels::DType::kF32),
+      every_step(fixed || config.mode != "zero1"),
+      tied(!has_head_matrix(table)),
+      dtype_(dtype) {
+  const int units = table.num_units();
+  std::vector<int64_t> gathered, whole, received_lengths;
+  std::vector<bool> none(static_cast<size_t>(units), false), kept(static_cast<size_t>(units), false);
+  for (int u = 0; u < units; ++u) {
+    gathered.push_back(shards.gathered_length(u));
+    // One shard's own weights are whole.
+    whole.push_back(num_shards == 1 ? 0 : gathered.back());
+    received_lengths.push_back(shards[u].chunk * (fixed ? world_size : num_shards));
+    kept[static_cast<size_t>(u)] = !config.reshard_after_forward && u > 0 && u + 1 < units;
+  }
+  weights = plan_slots(whole, config.mode != "zero3", kept, tied);
+  gradients = plan_slots(gathered, config.mode == "zero1", none, tied);
+  if (fixed || wire_bf16) received = plan_slots(received_lengths, false, none, tied);
+  if (fixed) stack = plan_gradient_stack(config.virtual_shards, 0, 1);
+  vote_bytes_ = Vote(table.units(), mesh, config, rank).memory_bytes();
+}
+
+StateMemory ShardPlan::memory() const {
+  constexpr int64_t kFloat = sizeof(float), kBf16 = 2;
+  const int64_t local = shards.local_length();
+  StateMemory m;
+  // With the rounded copy that peers read.
+  m.weights_bytes = local * (kFloat + (rounded ? weight_bytes() : 0));
+  m.moments_bytes = 2 * local * kFloat;
+  m.gradients_bytes = (local * (fixed ? stack.num_buffers : 1) + gradients.length) * kFloat;
+  // In bf16 on the wire: what is sent and what comes.
+  m.gradients_bytes += wire_bf16 ? 2 * received.length * kBf16 : received.length * kFloat;
+  m.vote_bytes = vote_bytes_;
+  m.compute_copy_bytes = weights.length * weight_bytes();
+  return m;
+}
+
+std::vector<runtime::StateRange> unit_padding(const runtime::ParamTable& table, int unit, int64_t length) {
+  const runtime::UnitInfo& info = table.units()[static_cast<size_t>(unit)];
+  std::vector<runtime::StateRange> gaps;
+  int64_t at = 0;
+  const auto gap_until = [&](int64_t end) {
+    if (end > at) gaps.push_back({.begin = at, .count = end - at, .local_begin = at});
+  };
+  for (int t = info.first_tensor; t < info.first_tensor + info.num_tensors; ++t) {
+    const runtime::TensorInfo& tensor = table.tensors()[static_cast<size_t>(t)];
+    gap_until(tensor.offset - info.offset);
+    at = tensor.offset - info.offset + tensor.numel;
+  }
+  gap_until(length);
+  return gaps;
+}
+
+}  // namespace kintsugi::parallel

@@ -1,0 +1,56 @@
+// Where a rank of a sharded mode keeps what: its pieces of the symmetric heap, the buffers of whole units, and which
+// unit uses which. Pure arithmetic, the same on every rank.
+//
+// Slots. Weights and gradients of whole units lie in slots. A mode that keeps them whole has a slot for each unit;
+// otherwise blocks take two in turn, and the two ends share one (with a tied embedding, which the head needs inside its
+// own unit, each end has one).
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "parallel/fully_sharded.h"
+#include "parallel/gradient_stack.h"
+#include "parallel/state_memory.h"
+
+namespace kintsugi::parallel {
+
+struct Slots {
+  std::vector<int> of_unit;
+  std::vector<int64_t> begin;  // elements, by slot
+  int64_t length = 0;          // of all
+  int count() const { return static_cast<int>(begin.size()); }
+};
+
+class ShardPlan {
+ public:
+  ShardPlan(const runtime::ParamTable& table, const ParallelConfig& config, kernels::DType dtype, int rank,
+            int world_size);
+
+  const Mesh mesh;
+  const int num_shards, num_replicas, shard, replica;
+  const UnitShards shards;
+  const bool fixed;       // reduce order
+  const bool wire_bf16;   // gradients
+  const bool rounded;     // the kernels read another type than fp32
+  const bool every_step;  // gradients are reduced in every micro-step; zero1 in fast order: in the last
+  const bool tied;        // the head has no matrix of its own
+  Slots weights, gradients, received;
+  // Fixed order: how virtual shards are added up, and in how many buffers of the local space.
+  GradientStack stack;
+
+  StateMemory memory() const;
+  int64_t weight_bytes() const { return kernels::size_of(dtype_); }  // of one element that the kernels read
+  // Slots that hold units of different layouts: what one leaves in another's padding must go.
+  bool shared_ends() const { return gradients.of_unit.front() == gradients.of_unit.back(); }
+  int num_units() const { return shards.num_units(); }
+
+ private:
+  kernels::DType dtype_;
+  int64_t vote_bytes_ = 0;
+};
+
+// Elements of the flat space that are no tensor's, as ranges of a unit's buffer of `length` elements.
+std::vector<runtime::StateRange> unit_padding(const runtime::ParamTable& table, int unit, int64_t length);
+
+}  // namespace kintsugi::parallel

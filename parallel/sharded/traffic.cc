@@ -1,0 +1,66 @@
+// What a step sends, and what a rank keeps beside its heap, by formula.
+#include <algorithm>
+
+#include "parallel/sharded/shard_plan.h"
+#include "parallel/sharded/vector_table.h"
+
+namespace kintsugi::parallel {
+namespace {
+
+// How often a step gathers unit u. The weights change with every step, so at least once. In zero3 with B blocks and M
+// micro-steps two blocks lie in slots at each turning point: the last two when forward turns into backward, the first
+// two when backward is followed by the next forward. So of more than two blocks each one but the last two is gathered
+// again in backward, and each but the first two again in forward. Both ends, where they share a slot, displace each
+// other once a micro-step.
+int64_t gathers_of(const ShardPlan& plan, const ParallelConfig& config, int unit, int64_t M) {
+  if (config.mode != "zero3") return 1;
+  const int blocks = plan.num_units() - 2;
+  if (unit == 0 || unit > blocks) return plan.tied ? 1 : M;
+  if (!config.reshard_after_forward || blocks <= 2) return 1;
+  return 1 + (unit <= blocks - 2 ? M : 0) + (unit > 2 ? M - 1 : 0);
+}
+
+}  // namespace
+
+FullySharded::Traffic plan_traffic(const runtime::ParamTable& table, const FullyShardedOptions& options, bool) {
+  const ShardPlan plan(table, options.config, options.dtype, options.rank, options.world_size);
+  const int64_t M = options.num_micro_steps, S = plan.num_shards;
+  constexpr int64_t kFloat = 4, kBf16 = 2;
+  FullySharded::Traffic t;
+  for (int u = 0; u < plan.num_units(); ++u) {
+    const int64_t chunk = plan.shards[u].chunk, reductions = plan.every_step ? M : 1;
+    if (S > 1) {
+      const int64_t gathers = gathers_of(plan, options.config, u, M);
+      t.all_gathers += gathers;
+      t.all_gather_bytes += gathers * chunk * plan.weight_bytes();
+      const bool exchanged = plan.fixed || plan.wire_bf16;
+      const int64_t bytes = reductions * S * chunk * (plan.wire_bf16 ? kBf16 : kFloat);
+      (exchanged ? t.all_to_alls : t.reduce_scatters) += reductions;
+      (exchanged ? t.all_to_all_bytes : t.reduce_scatter_bytes) += bytes;
+    }
+    if (plan.num_replicas > 1) {
+      (plan.fixed ? t.all_gathers : t.all_reduces) += reductions;
+      (plan.fixed ? t.all_gather_bytes : t.all_reduce_bytes) += reductions * chunk * kFloat * (plan.fixed ? S : 1);
+    }
+  }
+  FullySharded::Traffic none;
+  // The vectors, once.
+  const VectorTable vectors(table, plan, nullptr, none);
+  if (vectors.bytes_a_rank() > 0) {
+    ++t.all_gathers;
+    t.all_gather_bytes += vectors.bytes_a_rank();
+  }
+  return t;
+}
+
+int64_t FullySharded::device_bytes(const runtime::ParamTable& table, const FullyShardedOptions& options) {
+  const ShardPlan plan(table, options.config, options.dtype, options.rank, options.world_size);
+  // Ranges of weight decay: two edges for each range of tensors, at most.
+  const auto edges = static_cast<int64_t>(table.tensors().size()) * 2 + 4;
+  int64_t longest = 0;
+  for (int u = 0; u < plan.num_units(); ++u) longest = std::max(longest, plan.shards[u].chunk);
+  return edges * static_cast<int64_t>(sizeof(int64_t)) + DeviceVote::device_bytes(options.num_micro_steps) +
+         VectorTable::memory_bytes(table, plan) + (plan.wire_bf16 ? longest * 4 : 0);
+}
+
+}  // namespace kintsugi::parallel

@@ -1,0 +1,49 @@
+// The fp32 vectors of all units (norms, biases), which kernels read unrounded where they read the rest in another type:
+// a small table that every rank has whole, gathered once after each update. In fp32 it is empty, because vectors are
+// then part of the gathered units.
+#pragma once
+
+#include <vector>
+
+#include "comm/communicator.h"
+#include "parallel/sharded/shard_plan.h"
+#include "runtime/backend.h"
+
+namespace kintsugi::parallel {
+
+class VectorTable {
+ public:
+  VectorTable(const runtime::ParamTable& table, const ShardPlan& plan, runtime::Backend* backend,
+              FullySharded::Traffic& traffic);
+  // `backend` may be null where nothing is allocated. `local`: this rank's master weights.
+  Status allocate(const float* local);
+  static int64_t memory_bytes(const runtime::ParamTable& table, const ShardPlan& plan);
+  // Bytes that this rank gives; 0: nothing is gathered.
+  int64_t bytes_a_rank() const { return plan_.rounded && plan_.num_shards > 1 ? most_ * 4 : 0; }
+  void set_communicator(comm::Communicator* communicator) { communicator_ = communicator; }
+  void forget() { known_ = false; }
+  // Collective, unless the table is known.
+  Status gather(runtime::Stream& stream, Deadline deadline);
+  // The unit's vectors as runtime::packed_vectors() lays them out.
+  const float* of_unit(int unit) const { return table_.as<float>() + begin_[static_cast<size_t>(unit)]; }
+
+ private:
+  struct Piece {
+    int64_t at;     // in the table
+    int64_t sent;   // in what its owner sends
+    int64_t local;  // in its owner's local space
+    int64_t count;
+  };
+  const ShardPlan& plan_;
+  runtime::Backend* backend_;
+  FullySharded::Traffic& traffic_;
+  std::vector<int64_t> begin_;              // of each unit's vectors
+  std::vector<std::vector<Piece>> pieces_;  // by shard
+  int64_t length_ = 0, most_ = 0;           // of the table; of what any shard sends
+  bool known_ = false;
+  const float* local_ = nullptr;
+  runtime::Buffer table_, sent_, received_;
+  comm::Communicator* communicator_ = nullptr;
+};
+
+}  // namespace kintsugi::parallel
