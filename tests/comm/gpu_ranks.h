@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -26,6 +27,8 @@
 #include "tests/comm/rank_world.h"
 
 namespace kintsugi::comm {
+
+inline constexpr int kGpuChannels = 4;
 
 struct GpuPage {
   std::atomic<int64_t> stop_word{0};  // a generation below it is over
@@ -60,18 +63,17 @@ class GpuRank {
 
   // Joins a generation; the ranks of the one before have left it.
   Status enter(int64_t generation, const CommConfig& config, std::function<void()> before_abort = nullptr) {
-    return enter_groups(generation, config, std::move(before_abort), 1);
+    const std::vector<Group> groups = groups_of_seat(rank_, world_size_);
+    return enter_groups(generation, config, std::span(groups).first(1), std::move(before_abort));
   }
-  // The same with the communicators of group_suite(), too.
-  Status enter_groups(int64_t generation, const CommConfig& config, std::function<void()> before_abort = nullptr,
-                      int num_groups = kGroupChannels) {
+  // The same with a communicator for each group, on up to kGpuChannels channels.
+  Status enter_groups(int64_t generation, const CommConfig& config, std::span<const Group> groups,
+                      std::function<void()> before_abort = nullptr) {
     leave();
     const StopToken stop(&page_.stop_word, generation);
     stream_->set_stop_token(stop);
-    const std::vector<Group> groups = groups_of_seat(rank_, world_size_);
-    KTG_ASSIGN_OR_RETURN(controls_,
-                         create_host_communicators({generation, rank_, world_size_}, RankWorld::pointers(segments_),
-                                                   std::span(groups).first(num_groups), config, stop));
+    KTG_ASSIGN_OR_RETURN(controls_, create_host_communicators({generation, rank_, world_size_},
+                                                              RankWorld::pointers(segments_), groups, config, stop));
     for (const auto& control : controls_) {
       KTG_ASSIGN_OR_RETURN(
           comms_.emplace_back(),
@@ -98,9 +100,13 @@ class GpuRank {
     return seat;
   }
   Communicator& comm() { return *comms_[0]; }
+  // Of enter_groups(); whoever takes them ends them before the next generation.
+  std::vector<std::unique_ptr<Communicator>> take_communicators() { return std::move(comms_); }
+  runtime::Backend& backend() { return *backend_; }
   Communicator& control() { return *controls_[0]; }
   runtime::Stream& stream() { return *stream_; }
   int rank() const { return rank_; }
+  int world_size() const { return world_size_; }
   GpuPage& page() { return page_; }
 
  private:
@@ -125,7 +131,7 @@ class GpuWorld {
     KTG_CHECK(page != MAP_FAILED);
     page_ = new (page) GpuPage;
     for (int r = 0; r < world_size; ++r) {
-      auto fd = SharedSegment::create_fd(1 << 16, world_size, r, /*reserve=*/true, kGroupChannels);
+      auto fd = SharedSegment::create_fd(1 << 16, world_size, r, /*reserve=*/true, kGpuChannels);
       KTG_CHECK(fd.ok()) << fd.status().to_string();
       fds_.push_back(*fd);
     }

@@ -15,9 +15,13 @@ int64_t heap_bytes_for(std::span<const SuiteCase> cases) {
   return kCaseHeapBytes * 2 * (static_cast<int64_t>(cases.size()) + 1);
 }
 
+Status enter_all(GpuRank& rank, const CommConfig& config) {
+  return rank.enter_groups(1, config, groups_of_seat(rank.rank(), rank.world_size()));
+}
+
 void run_suite(GpuRank& rank, std::span<const SuiteCase> cases, bool groups, const CommConfig& config) {
   int64_t began = monotonic_ns();
-  const Status entered = groups ? rank.enter_groups(1, config) : rank.enter(1, config);
+  const Status entered = groups ? enter_all(rank, config) : rank.enter(1, config);
   ASSERT_TRUE(entered.ok()) << entered.to_string();
   EXPECT_OK(rank.comm().barrier(soon()));
   if (rank.rank() == 0) std::printf("  connected in %.0f ms\n", static_cast<double>(monotonic_ns() - began) / 1e6);
@@ -58,7 +62,7 @@ TEST_P(NcclTest, CommunicatorsOfGroupsAndChannelsRunSideBySide) {
 TEST(NcclErrorsTest, AnAbortOfOneCommunicatorEndsAllOfTheGeneration) {
   GpuWorld world(2, kCaseHeapBytes);
   world.start_all([&](GpuRank& rank) {
-    ASSERT_TRUE(rank.enter_groups(1, {}).ok());
+    ASSERT_TRUE(enter_all(rank, {}).ok());
     Seat seat = rank.seat();
     Floats x(seat, 64, true);
     EXPECT_OK(run_to_end(seat.second->all_reduce(x, 64, rank.stream()), seat));

@@ -28,7 +28,8 @@ inline std::vector<float> values(int rank, int64_t count, int64_t shift = 0) {
 }
 
 // Says how many elements are wrong, and shows the first few.
-inline void expect_equal(const std::vector<float>& got, const std::function<float(int64_t)>& want, const std::string& what) {
+inline void expect_equal(const std::vector<float>& got, const std::function<float(int64_t)>& want,
+                         const std::string& what) {
   int64_t wrong = 0;
   std::string shown;
   for (int64_t i = 0; i < static_cast<int64_t>(got.size()); ++i) {
