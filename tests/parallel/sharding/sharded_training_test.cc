@@ -50,6 +50,22 @@ TEST(ShardedTrainingTest, RecomputationKeptWeightsAndNoOverlapChangeNoBit) {
   expect_same_bits(train_on_threads(zero3, 4), one, zero3.name());
 }
 
+// Kernels read rounded matrices and fp32 vectors: the vectors are gathered apart.
+TEST(ShardedTrainingTest, WeightsRoundedToBf16HaveTheBitsOfOneRank) {
+  for (const runtime::ModelConfig& model : uneven_models()) {
+    TrainOptions options = fixed_order(model, 8);
+    options.dtype = kernels::DType::kBF16;
+    const Trained one = train_on_threads(options, 1);
+    for (const Layout& layout :
+         {Layout{"zero1", 3, 0}, {"zero2", 1, 0}, {"zero2", 4, 2}, {"zero3", 1, 0}, {"zero3", 4, 0}}) {
+      const TrainOptions o = in_layout(options, layout);
+      const Trained got = train_on_threads(o, layout.world_size);
+      expect_same_bits(got, one, o.name());
+      expect_planned_traffic(got, o.name());
+    }
+  }
+}
+
 TEST(ShardedTrainingTest, DelaysAtEveryPointChangeNothing) {
   const unsigned seed = std::random_device()();
   SCOPED_TRACE("seed " + std::to_string(seed));
