@@ -5,7 +5,9 @@
 // turn, so that a block reads 2 KiB of each row at a time, and are summed in ascending order through shared memory.
 // One block a multiprocessor goes from tile to tile of rows. What it reads of w next, of this tile or later ones, is on
 // its way into a queue in shared memory, 96 KiB deep: the whole product of a small model. The queue fills before the
-// kernels in front have finished, for it leaves room for one such kernel beside another.
+// kernels in front have finished. A block takes more than half of a multiprocessor's shared memory: room for a block of
+// attention beside it, but not for another of its own, or the blocks would gather where attention's are not, two on one
+// multiprocessor and none on the next (a quarter of Llama 8B's step).
 #include <algorithm>
 
 #include "kernels/activation.h"
@@ -21,9 +23,10 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 static_assert(kThreads == kNormThreads);
-constexpr int kStep = 128;           // columns of I that a warp takes at a time
-constexpr int kPiecesOfLane = 8;     // in a stage: 16 bytes each
-constexpr int64_t kMaxNormRows = 4;  // more rows are normalised by a kernel of their own
+constexpr int kStep = 128;                   // columns of I that a warp takes at a time
+constexpr int kPiecesOfLane = 8;             // in a stage: 16 bytes each
+constexpr int64_t kAloneBytes = 115 * 1024;  // of shared memory: no two such blocks on a multiprocessor
+constexpr int64_t kMaxNormRows = 4;          // more rows are normalised by a kernel of their own
 constexpr int64_t kMaxNormSharedBytes = 40 * 1024;
 
 struct GemvArguments {
@@ -49,7 +52,6 @@ class Gemv {
   static constexpr int kOutputs = kSwiglu ? kRows / 2 : kRows;  // of a tile, for a row of x
   static constexpr int kPieces = kPiecesOfLane / kGroups;       // of 32 columns: a part
   static constexpr int kParts = kStep / (32 * kPieces);
-  // Of the queue of weights. Two kernels have room beside each other, sums included.
   static constexpr int kStages = kNTiles > 2 ? 2 : 3;
   static constexpr int64_t kQueueBytes = int64_t{kStages} * kThreads * kPiecesOfLane * 16;
   struct Shared {
@@ -244,13 +246,15 @@ KernelError launch(GemvArguments a, StreamHandle stream) {
   using Work = Gemv<kNTiles, kMTiles, kNorm, kSwiglu>;
   static constexpr auto kKernel = gemv_kernel<kNTiles, kMTiles, kNorm, kSwiglu>;
   static const cudaError_t allowed =
-      allow_shared_memory(kKernel, Work::kQueueBytes + (kNorm ? kMaxNormSharedBytes : 0));
+      allow_shared_memory(kKernel, std::max(Work::kQueueBytes + (kNorm ? kMaxNormSharedBytes : 0), kAloneBytes));
   if (allowed != cudaSuccess) return allowed;
   a.tiles = (a.O + Work::kOutputs - 1) / Work::kOutputs;
   const int blocks = std::min(a.tiles, multiprocessors());
   const int64_t normed_bytes = kNorm ? static_cast<int64_t>(a.N) * (a.I + 8) * 2 : 0;
+  const int64_t shared_bytes =
+      std::max(Work::kQueueBytes + normed_bytes, kAloneBytes - static_cast<int64_t>(sizeof(typename Work::Shared)));
   return launch_overlapped(kKernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
-                           static_cast<cudaStream_t>(stream), Work::kQueueBytes + normed_bytes, a);
+                           static_cast<cudaStream_t>(stream), shared_bytes, a);
 }
 
 template <bool kSwiglu>

@@ -11,32 +11,42 @@ namespace {
 constexpr int64_t kMaxHeadSize = 256;
 // How many splits a sequence has is part of what its bits depend on. Up to kFewSequences it depends on nothing that
 // another sequence could change: blocks for one sequence alone, one a multiprocessor, of which there are about 132.
-// More sequences share what keeps the device busy, for each split pays for its own rotation and its part of the join.
-constexpr int64_t kBlocksForOneSequence = 128;
+// More sequences keep the device busy together, and each split pays for its own rotation and its part of the join: the
+// more blocks there are, the longer a sequence is before it is cut.
 constexpr int64_t kFewSequences = 16;
-constexpr int64_t kBlocksForMany = 512;
+constexpr int64_t kBlocksForOneSequence = 128;
+constexpr int64_t kFewPositions = 128, kManyPositions = 2048;  // of a split
+constexpr int64_t kMostPartsOfMany = 512;                      // splits of all sequences together
 
 // Steps of more sequences have work enough in each launch.
 constexpr int64_t kMaxLayerRows = 256;
 
 int64_t head_groups(const PagedShape& s) { return (s.H / s.K + kHeadsPerBlock - 1) / kHeadsPerBlock; }
 
+int64_t split_positions(const PagedShape& s) {
+  if (s.S <= kFewSequences) return kFewPositions;
+  // kManyPositions from two blocks a multiprocessor on.
+  return std::clamp(kManyPositions * (s.S * s.K * head_groups(s)) / 256, kFewPositions, kManyPositions);
+}
+
 // At most this many splits for contexts of any length.
 int64_t most_splits(const PagedShape& s) {
   const int64_t groups = s.K * head_groups(s);
-  const int64_t most = std::clamp<int64_t>((kBlocksForOneSequence + groups - 1) / groups, 1, kMaxSplits);
-  return s.S <= kFewSequences ? most : std::clamp<int64_t>(kBlocksForMany / (s.S * groups), 1, most);
+  if (s.S > kFewSequences) {
+    return s.S * groups > kCounters ? 1 : std::clamp<int64_t>(kMostPartsOfMany / s.S, 1, kMaxSplits);
+  }
+  return std::clamp<int64_t>((kBlocksForOneSequence + groups - 1) / groups, 1, kMaxSplits);
 }
 
 int64_t num_splits(const PagedShape& s) {
-  const int64_t context = s.block_table_width * s.kv_block_tokens;
-  return std::clamp<int64_t>((context + kSplitUnit - 1) / kSplitUnit, 1, most_splits(s));
+  const int64_t context = s.block_table_width * s.kv_block_tokens, positions = split_positions(s);
+  return std::clamp<int64_t>((context + positions - 1) / positions, 1, most_splits(s));
 }
 
 int64_t decode_workspace_bytes(const PagedShape& s, DType) {
   PagedShape few = s;
   few.S = std::min(s.S, kFewSequences);
-  const int64_t parts = std::max(few.S * most_splits(few), kBlocksForMany / (s.K * head_groups(s)));
+  const int64_t parts = std::max(few.S * most_splits(few), kMostPartsOfMany);
   return kCounters * 4 + parts * s.H * (8 + s.D * 4) + 8;
 }
 
@@ -79,6 +89,7 @@ KernelError prepare(Launch* launch, void* o, const void* q, const void* k_cache,
   a.P = static_cast<int>(s.kv_block_tokens);
   a.width = static_cast<int>(s.block_table_width);
   a.splits = static_cast<int>(splits);
+  a.split_positions = static_cast<int>(split_positions(s));
   a.head_groups = static_cast<int>(head_groups(s));
   a.q_stride = s.q_stride;
   a.o_stride = s.o_stride;

@@ -3,9 +3,9 @@
 //
 // A block of four warps takes one split of one sequence's positions for up to 8 query heads of one key/value head, so
 // the cache is read once for all of them. Positions [0, length) are cut into equal splits of a multiple of 64; how many
-// there are at most depends on shapes alone, so a recorded launch serves every length. Each split leaves a maximum, a
-// sum and an unnormalised output a query head; the block that arrives last joins them in ascending order. So a
-// result has the same bits whatever the other sequences hold.
+// there are at most, and how long a sequence is before it is cut, depends on shapes alone, so a recorded launch serves
+// every length. Each split leaves a maximum, a sum and an unnormalised output a query head; the block that arrives last
+// joins them in ascending order. So a result has the same bits whatever the other sequences hold.
 // Method: Dao et al., Flash-Decoding (2023).
 #pragma once
 
@@ -36,6 +36,7 @@ struct PagedArguments {
   float* partial;      // (S, H, splits, D)
   float2* partial_ml;  // (S, H, splits): maximum and sum
   int H, K, D, P, width, splits, head_groups;
+  int split_positions;  // a sequence is cut into as few splits as keep them this short, but at most `splits`
   int64_t q_stride, o_stride;
   float scale_log2;         // scores are kept in units of log 2
   DecodeRotation rotation;  // where q, k and v come raw
@@ -48,14 +49,16 @@ struct DecodeItem {
   int active;              // splits that have any position; at least 1
 
   __device__ explicit DecodeItem(const PagedArguments& a) {
-    sequence = static_cast<int>(blockIdx.x) / a.splits;
-    split = static_cast<int>(blockIdx.x) % a.splits;
+    const int sequences = static_cast<int>(gridDim.x) / a.splits;
+    sequence = static_cast<int>(blockIdx.x) % sequences;
+    split = static_cast<int>(blockIdx.x) / sequences;  // the blocks that may have none come last
     kv_head = static_cast<int>(blockIdx.y) / a.head_groups;
     const int group = a.H / a.K, first = static_cast<int>(blockIdx.y) % a.head_groups * kHeadsPerBlock;
     first_head = kv_head * group + first;
     num_heads = min(kHeadsPerBlock, group - first);
     length = a.context_lens[sequence];
-    const int share = (length + a.splits - 1) / a.splits;
+    const int cuts = max(1, min(a.splits, (length + a.split_positions - 1) / a.split_positions));
+    const int share = (length + cuts - 1) / cuts;
     const int chunk = max(1, (share + kSplitUnit - 1) / kSplitUnit) * kSplitUnit;
     begin = split * chunk;
     end = min(length, begin + chunk);

@@ -60,7 +60,8 @@ TEST_P(CudaPagedAttentionTest, DecodeMatchesTheReferenceAndReadsNoUnusedSlot) {
                {{31, 190}, 40, 2, 192, 64},
                {{600}, 7, 1, 256, 16},
                {{5000}, 8, 8, 64, 256},
-               // More than 16 sequences: fewer splits each, down to one.
+               // More than 16 sequences: only long ones are cut.
+               {std::vector<int32_t>(17, 4200), 2, 1, 16, 64},
                {std::vector<int32_t>(17, 577), 8, 8, 64, 16},
                {std::vector<int32_t>(40, 333), 4, 2, 128, 16},
                {std::vector<int32_t>(70, 100), 8, 8, 32, 16}};
