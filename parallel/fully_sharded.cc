@@ -70,7 +70,8 @@ class FullyShardedImpl final : public FullySharded {
   Status update(const kernels::AdamWScalars* scalars, Stream& stream) override;
   void set_probe(std::function<Status(StepPoint)> probe) override { probe_ = std::move(probe); }
   void set_around_communication(Around) override {}
-  bool can_replay() const override { return false; }
+  // Among ranks a step's collectives start on several streams. One rank has none.
+  bool can_replay() const override { return plan_.alone; }
   Status replay_communication(Stream&) override {
     return failed_precondition("steps of sharded modes are not recorded");
   }
@@ -92,6 +93,11 @@ class FullyShardedImpl final : public FullySharded {
   static constexpr auto kPatience = std::chrono::minutes(10);  // comm.timeout_ms is shorter
   static Deadline patience() { return Deadline::after(kPatience); }
   int last_unit() const { return table_.num_units() - 1; }
+  // Micro-steps in which this rank has samples: in fixed order virtual shards r, r + N, ...
+  int64_t num_losses() const {
+    if (!options_.config.fixed_order()) return options_.num_micro_steps;
+    return (options_.config.virtual_shards - options_.rank + options_.world_size - 1) / options_.world_size;
+  }
   Status at(StepPoint point) { return probe_ ? probe_(point) : ok_status(); }
   Status progress();
   Status update_half(int half, const kernels::AdamWScalars* scalars, Stream& stream);
@@ -164,7 +170,7 @@ Status FullyShardedImpl::allocate(comm::SymmetricHeap& heap, Stream& stream) {
     KTG_RETURN_IF_ERROR(backend_.copy(to, decay_edges_[half].data(), bytes(decay_edges_[half]), stream));
     to += decay_edges_[half].size();
   }
-  KTG_ASSIGN_OR_RETURN(device_vote_, DeviceVote::create(vote_, options_.num_micro_steps,
+  KTG_ASSIGN_OR_RETURN(device_vote_, DeviceVote::create(vote_, num_losses(),
                                                         /*add_up=*/!options_.config.fixed_order(), backend_));
   return ok_status();
 }
@@ -268,6 +274,7 @@ Result<runtime::UnitAccess::Weights> FullyShardedImpl::acquire(int unit, Stream&
   KTG_ASSIGN_OR_RETURN(const void* compute, gather_.acquire(unit, next, stream, patience()));
   if (unit_timeline_ != nullptr) acquired_ns_[static_cast<size_t>(unit)] = monotonic_ns();
   if (!plan_.rounded) return Weights{static_cast<const float*>(compute), compute};
+  if (vectors_.empty()) return Weights{state_.weights + plan_.shards[unit].local_begin, compute};
   return Weights{nullptr, compute, vectors_.of_unit(unit)};
 }
 

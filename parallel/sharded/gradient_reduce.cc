@@ -26,7 +26,7 @@ Status GradientReduce::allocate(void* memory) {
     for (int u = 0; u < plan_.num_units(); ++u) longest = std::max(longest, chunk(u));
     KTG_ASSIGN_OR_RETURN(float_scratch_, backend_.allocate(longest * kFloat, "part of a gradient"));
   }
-  if (!backend_.asynchronous()) return ok_status();
+  if (!backend_.asynchronous() || plan_.alone) return ok_status();
   KTG_ASSIGN_OR_RETURN(side_, backend_.create_stream());
   KTG_ASSIGN_OR_RETURN(ready_, backend_.create_event());
   for (int u = 0; u < plan_.num_units(); ++u) {
@@ -66,6 +66,7 @@ Status GradientReduce::settle(const Slots& slots, int unit, runtime::Stream& str
 }
 
 Status GradientReduce::take_slot(int unit, runtime::Stream& stream, Deadline deadline) {
+  if (plan_.alone) return ok_status();
   KTG_RETURN_IF_ERROR(settle(plan_.gradients, unit, stream, deadline));
   if (plan_.shared_ends() && (unit == 0 || unit + 1 == plan_.num_units())) {
     for (const runtime::StateRange& gap : padding_[static_cast<size_t>(unit)]) {
@@ -76,6 +77,7 @@ Status GradientReduce::take_slot(int unit, runtime::Stream& stream, Deadline dea
 }
 
 Status GradientReduce::start(int unit, int64_t micro_step, bool first, runtime::Stream& stream, Deadline deadline) {
+  if (plan_.alone) return ok_status();
   caller_ = &stream;
   if (side_ != nullptr) {
     KTG_RETURN_IF_ERROR(ready_->record(stream));
@@ -173,7 +175,7 @@ Status GradientReduce::scatter(Reduction& r, runtime::Stream& stream) {
 
 Status GradientReduce::combine(Reduction& r, runtime::Stream& stream) {
   const int64_t count = chunk(r.unit), all = count * plan_.num_shards;
-  if (plan_.wire_bf16 && plan_.num_shards > 1) KTG_RETURN_IF_ERROR(sum_rounded(r, stream));
+  if (plan_.wire_bf16) KTG_RETURN_IF_ERROR(sum_rounded(r, stream));
   if (replicas_comm_ == nullptr) return ok_status();
   if (plan_.fixed) {
     float* leaves = received(r.unit);

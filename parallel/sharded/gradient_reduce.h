@@ -48,7 +48,10 @@ class GradientReduce {
     Stage stage = Stage::kStart;
     comm::WorkPtr work = nullptr;
   };
-  float* whole(int unit) const { return slots_ + plan_.gradients.begin[index(plan_.gradients, unit)]; }
+  float* whole(int unit) const {
+    if (plan_.alone) return local_ + plan_.shards[unit].local_begin;
+    return slots_ + plan_.gradients.begin[index(plan_.gradients, unit)];
+  }
   float* received(int unit) const { return received_ + plan_.received.begin[index(plan_.received, unit)]; }
   static size_t index(const Slots& slots, int unit) {
     return static_cast<size_t>(slots.of_unit[static_cast<size_t>(unit)]);

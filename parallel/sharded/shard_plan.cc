@@ -57,10 +57,11 @@ ShardPlan::ShardPlan(const runtime::ParamTable& table, const ParallelConfig& con
       replica(mesh.coordinate(rank, kReplicateAxis)),
       shards(table.units(), num_shards, shard),
       fixed(config.fixed_order()),
-      wire_bf16(!fixed && config.gradient_dtype == "bf16"),
+      wire_bf16(!fixed && num_shards > 1 && config.gradient_dtype == "bf16"),
       rounded(dtype != kernels::DType::kF32),
-      every_step(fixed || config.mode != "zero1"),
+      every_step(fixed || (config.mode != "zero1" && world_size > 1)),
       tied(!has_head_matrix(table)),
+      alone(world_size == 1 && !fixed),
       dtype_(dtype) {
   const int units = table.num_units();
   std::vector<int64_t> gathered, whole, received_lengths;
@@ -73,7 +74,7 @@ ShardPlan::ShardPlan(const runtime::ParamTable& table, const ParallelConfig& con
     kept[static_cast<size_t>(u)] = !config.reshard_after_forward && u > 0 && u + 1 < units;
   }
   weights = plan_slots(whole, config.mode != "zero3", kept, tied);
-  gradients = plan_slots(gathered, config.mode == "zero1", none, tied);
+  if (!alone) gradients = plan_slots(gathered, config.mode == "zero1", none, tied);
   if (fixed || wire_bf16) received = plan_slots(received_lengths, false, none, tied);
   if (fixed) stack = plan_gradient_stack(config.virtual_shards, 0, 1);
   vote_bytes_ = Vote(table.units(), mesh, config, rank).memory_bytes();

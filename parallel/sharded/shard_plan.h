@@ -35,6 +35,7 @@ class ShardPlan {
   const bool rounded;     // the kernels read another type than fp32
   const bool every_step;  // gradients are reduced in every micro-step; zero1 in fast order: in the last
   const bool tied;        // the head has no matrix of its own
+  const bool alone;       // fast order at one rank: gradients are written where they stay, and nothing is exchanged
   Slots weights, gradients, received;
   // Fixed order: how virtual shards are added up, and in how many buffers of the local space.
   GradientStack stack;
@@ -42,7 +43,7 @@ class ShardPlan {
   StateMemory memory() const;
   int64_t weight_bytes() const { return kernels::size_of(dtype_); }  // of one element that the kernels read
   // Slots that hold units of different layouts: what one leaves in another's padding must go.
-  bool shared_ends() const { return gradients.of_unit.front() == gradients.of_unit.back(); }
+  bool shared_ends() const { return !alone && gradients.of_unit.front() == gradients.of_unit.back(); }
   int num_units() const { return shards.num_units(); }
 
  private:

@@ -7,7 +7,7 @@ namespace kintsugi::parallel {
 VectorTable::VectorTable(const runtime::ParamTable& table, const ShardPlan& plan, runtime::Backend* backend,
                          FullySharded::Traffic& traffic)
     : plan_(plan), backend_(backend), traffic_(traffic), pieces_(static_cast<size_t>(plan.num_shards)) {
-  if (!plan.rounded) return;
+  if (!plan.rounded || plan.num_shards == 1) return;
   std::vector<int64_t> sent(pieces_.size(), 0);
   for (int u = 0; u < plan.num_units(); ++u) {
     begin_.push_back(length_);
@@ -30,7 +30,7 @@ VectorTable::VectorTable(const runtime::ParamTable& table, const ShardPlan& plan
 }
 
 int64_t VectorTable::memory_bytes(const runtime::ParamTable& table, const ShardPlan& plan) {
-  if (!plan.rounded) return 0;
+  if (!plan.rounded || plan.num_shards == 1) return 0;
   int64_t length = 0;
   for (int u = 0; u < plan.num_units(); ++u) length += runtime::packed_length(table, u);
   // What is sent and received is as much, spread over the shards, or a unit's more.
@@ -41,7 +41,6 @@ Status VectorTable::allocate(const float* local) {
   local_ = local;
   if (length_ == 0) return ok_status();
   KTG_ASSIGN_OR_RETURN(table_, backend_->allocate(length_ * 4, "vectors of all units"));
-  if (plan_.num_shards == 1) return ok_status();
   KTG_ASSIGN_OR_RETURN(sent_, backend_->allocate(most_ * 4, "vectors sent"));
   KTG_ASSIGN_OR_RETURN(received_, backend_->allocate(most_ * 4 * plan_.num_shards, "vectors received"));
   return ok_status();
@@ -50,12 +49,9 @@ Status VectorTable::allocate(const float* local) {
 Status VectorTable::gather(runtime::Stream& stream, Deadline deadline) {
   if (known_ || length_ == 0) return ok_status();
   known_ = true;
-  const bool alone = plan_.num_shards == 1;
   for (const Piece& piece : pieces_[static_cast<size_t>(plan_.shard)]) {
-    float* to = alone ? table_.as<float>() + piece.at : sent_.as<float>() + piece.sent;
-    KTG_RETURN_IF_ERROR(backend_->copy(to, local_ + piece.local, piece.count * 4, stream));
+    KTG_RETURN_IF_ERROR(backend_->copy(sent_.as<float>() + piece.sent, local_ + piece.local, piece.count * 4, stream));
   }
-  if (alone) return ok_status();
   KTG_ASSIGN_OR_RETURN(const comm::WorkPtr work,
                        communicator_->all_gather(received_.data(), sent_.data(), bytes_a_rank(), stream));
   ++traffic_.all_gathers;

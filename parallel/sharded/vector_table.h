@@ -1,6 +1,6 @@
 // The fp32 vectors of all units (norms, biases), which kernels read unrounded where they read the rest in another type:
 // a small table that every rank has whole, gathered once after each update. In fp32 it is empty, because vectors are
-// then part of the gathered units.
+// then part of the gathered units, and with one shard, whose master weights are whole.
 #pragma once
 
 #include <vector>
@@ -19,12 +19,13 @@ class VectorTable {
   Status allocate(const float* local);
   static int64_t memory_bytes(const runtime::ParamTable& table, const ShardPlan& plan);
   // Bytes that this rank gives; 0: nothing is gathered.
-  int64_t bytes_a_rank() const { return plan_.rounded && plan_.num_shards > 1 ? most_ * 4 : 0; }
+  int64_t bytes_a_rank() const { return most_ * 4; }
   void set_communicator(comm::Communicator* communicator) { communicator_ = communicator; }
   void forget() { known_ = false; }
   // Collective, unless the table is known.
   Status gather(runtime::Stream& stream, Deadline deadline);
   // The unit's vectors as runtime::packed_vectors() lays them out.
+  bool empty() const { return length_ == 0; }
   const float* of_unit(int unit) const { return table_.as<float>() + begin_[static_cast<size_t>(unit)]; }
 
  private:
