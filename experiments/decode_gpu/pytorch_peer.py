@@ -1,11 +1,11 @@
 """The peer of decode_bench_gpu: the same model written plainly in PyTorch, bf16, static cache, greedy.
 
 python3 pytorch_peer.py --shape llama-1b|llama-8b|qwen3-0.6b [--batch 1 32] [--context 1024] [--prefill 2048]
-                        [--no-compile] [--json FILE]
+                        [--whole] [--no-compile] [--json FILE]
 
 A block of the model is compiled once (fullgraph) and called for every layer; it begins with the residual sum and the
-norm, so that nothing is left to fuse across its border. The whole step is captured as one CUDA graph and replayed. It
-feeds its own token; the cache is `context` long and full. Median of 64 replays by events after 16. Prefill: compiled,
+norm, so that nothing is left to fuse across its border; --whole compiles all layers as one instead. The whole step is
+captured as one CUDA graph and replayed. It feeds its own token; the cache is `context` long and full. Median of 64 replays by events after 16. Prefill: compiled,
 cuDNN attention; the median of 7 after 2.
 """
 import argparse
@@ -70,7 +70,10 @@ class Model:
         x = (x + branch)[:, -1]
         return F.linear(F.rms_norm(x, (self.C,), self.norm, 1e-5), self.head).argmax(-1, keepdim=True)
 
-    def compile(self):
+    def compile(self, whole):
+        if whole:
+            self.forward = torch.compile(self.forward, fullgraph=True)
+            return
         self.block, self.last = torch.compile(self.block, fullgraph=True), torch.compile(self.last, fullgraph=True)
 
     def forward(self, ids):  # (B, T)
@@ -99,7 +102,7 @@ def decode(a, batch):
     torch._dynamo.reset()
     m = Model(a.shape, batch, a.context)
     if not a.no_compile:
-        m.compile()
+        m.compile(a.whole)
     step = m.forward
     ids = torch.zeros(batch, 1, dtype=torch.long, device="cuda")
     begin = time.time()
@@ -125,7 +128,7 @@ def prefill(a):
     torch._dynamo.reset()
     m = Model(a.shape, 1, 0)
     if not a.no_compile:
-        m.compile()
+        m.compile(a.whole)
     run = m.forward
     ids = torch.randint(0, m.V, (1, a.prefill), device="cuda")
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
@@ -141,6 +144,7 @@ if __name__ == "__main__":
     p.add_argument("--context", type=int, default=1024)
     p.add_argument("--prefill", type=int, default=2048, help="0: none")
     p.add_argument("--no-compile", action="store_true")
+    p.add_argument("--whole", action="store_true", help="compile all layers as one: 20 to 100 s a shape and batch")
     p.add_argument("--json")
     a = p.parse_args()
     what = {"shape": a.shape, "what": "PyTorch " + torch.__version__ + ("" if a.no_compile else " compiled")}
