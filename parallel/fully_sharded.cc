@@ -24,7 +24,7 @@ class FullyShardedImpl final : public FullySharded {
         options_(options),
         backend_(backend),
         plan_(table, options.config, options.dtype, options.rank, options.world_size),
-        gather_(plan_, backend, options.overlap, traffic_),
+        gather_(table, plan_, backend, options.overlap, traffic_),
         reduce_(table, plan_, backend, traffic_),
         vectors_(table, plan_, &backend, traffic_),
         vote_(table.units(), plan_.mesh, options.config, options.rank) {
@@ -77,7 +77,8 @@ class FullyShardedImpl final : public FullySharded {
   }
   void set_timelines(trace::Timeline* units, trace::Timeline* collectives) override {
     unit_timeline_ = units;
-    static_cast<void>(collectives);
+    gather_.set_timeline(collectives);
+    reduce_.set_timeline(collectives);
   }
 
   // UnitAccess.

@@ -11,7 +11,7 @@ constexpr int64_t kFloat = sizeof(float), kBf16 = 2;
 
 GradientReduce::GradientReduce(const runtime::ParamTable& table, const ShardPlan& plan, runtime::Backend& backend,
                                FullySharded::Traffic& traffic)
-    : table_(table), plan_(plan), backend_(backend), traffic_(traffic) {
+    : table_(table), plan_(plan), backend_(backend), traffic_(traffic), spans_("reduce", table.units()) {
   for (int u = 0; u < plan.num_units(); ++u) padding_.push_back(unit_padding(table, u, plan.shards.gathered_length(u)));
 }
 
@@ -79,6 +79,7 @@ Status GradientReduce::take_slot(int unit, runtime::Stream& stream, Deadline dea
 Status GradientReduce::start(int unit, int64_t micro_step, bool first, runtime::Stream& stream, Deadline deadline) {
   if (plan_.alone) return ok_status();
   caller_ = &stream;
+  spans_.issued(unit);
   if (side_ != nullptr) {
     KTG_RETURN_IF_ERROR(ready_->record(stream));
     KTG_RETURN_IF_ERROR(ready_->wait_on(*side_));
@@ -136,6 +137,7 @@ Status GradientReduce::advance(Reduction& r, bool wait, Deadline deadline) {
     } else {
       KTG_RETURN_IF_ERROR(plan_.fixed ? add_leaves(r, stream) : add(r, stream));
       r.stage = Stage::kDone;
+      spans_.completed(r.unit);
     }
   }
   return ok_status();

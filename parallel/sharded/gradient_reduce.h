@@ -15,6 +15,7 @@
 
 #include "comm/communicator.h"
 #include "parallel/parallel_mode.h"
+#include "parallel/sharded/collective_spans.h"
 #include "parallel/sharded/shard_plan.h"
 #include "runtime/backend.h"
 
@@ -38,6 +39,7 @@ class GradientReduce {
   Status progress();
   Status finish(runtime::Stream& stream, Deadline deadline);
   float* shard_gradient() const { return local_; }  // complete after finish()
+  void set_timeline(trace::Timeline* timeline) { spans_.set_timeline(timeline); }
 
  private:
   enum class Stage { kStart, kScattered, kCombined, kDone };
@@ -78,6 +80,7 @@ class GradientReduce {
   runtime::Buffer float_scratch_;                          // bf16 on the wire: one rank's part in fp32
   std::vector<std::vector<runtime::StateRange>> padding_;  // by unit
   comm::Communicator *shards_comm_ = nullptr, *replicas_comm_ = nullptr;
+  CollectiveSpans spans_;
   std::deque<Reduction> in_flight_;
   runtime::Stream* caller_ = nullptr;
   // On a device.

@@ -29,14 +29,6 @@ VectorTable::VectorTable(const runtime::ParamTable& table, const ShardPlan& plan
   most_ = (*std::max_element(sent.begin(), sent.end()) + 15) / 16 * 16;
 }
 
-int64_t VectorTable::memory_bytes(const runtime::ParamTable& table, const ShardPlan& plan) {
-  if (!plan.rounded || plan.num_shards == 1) return 0;
-  int64_t length = 0;
-  for (int u = 0; u < plan.num_units(); ++u) length += runtime::packed_length(table, u);
-  // What is sent and received is as much, spread over the shards, or a unit's more.
-  return 4 * 3 * length;
-}
-
 Status VectorTable::allocate(const float* local) {
   local_ = local;
   if (length_ == 0) return ok_status();

@@ -17,7 +17,8 @@ class VectorTable {
               FullySharded::Traffic& traffic);
   // `backend` may be null where nothing is allocated. `local`: this rank's master weights.
   Status allocate(const float* local);
-  static int64_t memory_bytes(const runtime::ParamTable& table, const ShardPlan& plan);
+  // What allocate() takes.
+  int64_t memory_bytes() const { return (length_ + most_ * (1 + plan_.num_shards)) * 4; }
   // Bytes that this rank gives; 0: nothing is gathered.
   int64_t bytes_a_rank() const { return most_ * 4; }
   void set_communicator(comm::Communicator* communicator) { communicator_ = communicator; }

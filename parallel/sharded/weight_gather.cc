@@ -24,6 +24,7 @@ Status WeightGather::start(int unit, runtime::Stream& stream) {
   KTG_CHECK(slot.users == 0 && communicator_ != nullptr) << "unit " << unit << " over unit " << slot.unit;
   slot.unit = unit;
   const int64_t bytes = plan_.shards[unit].chunk * plan_.weight_bytes();
+  spans_.issued(unit);
   KTG_ASSIGN_OR_RETURN(slot.work, communicator_->all_gather(whole(unit), own(unit), bytes, stream));
   ++traffic_.all_gathers;
   traffic_.all_gather_bytes += bytes;
@@ -39,6 +40,7 @@ Result<const void*> WeightGather::acquire(int unit, int next, runtime::Stream& s
   if (slot.work != nullptr) {
     KTG_RETURN_IF_ERROR(slot.work->wait(deadline));
     slot.work.reset();
+    spans_.completed(unit);
   }
   return static_cast<const void*>(whole(unit));
 }
@@ -53,7 +55,9 @@ Status WeightGather::progress() {
   for (Slot& slot : slots_) {
     if (slot.work == nullptr) continue;
     KTG_ASSIGN_OR_RETURN(const bool done, slot.work->poll());
-    if (done) slot.work.reset();
+    if (!done) continue;
+    slot.work.reset();
+    spans_.completed(slot.unit);
   }
   return ok_status();
 }

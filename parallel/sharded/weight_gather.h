@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "parallel/sharded/collective_spans.h"
 #include "parallel/sharded/shard_plan.h"
 #include "runtime/backend.h"
 
@@ -13,8 +14,14 @@ namespace kintsugi::parallel {
 class WeightGather {
  public:
   // All outlive it. `ahead` off: nothing is gathered before it is needed.
-  WeightGather(const ShardPlan& plan, runtime::Backend& backend, bool ahead, FullySharded::Traffic& traffic)
-      : plan_(plan), backend_(backend), ahead_(ahead), traffic_(traffic), slots_(plan.weights.begin.size()) {}
+  WeightGather(const runtime::ParamTable& table, const ShardPlan& plan, runtime::Backend& backend, bool ahead,
+               FullySharded::Traffic& traffic)
+      : plan_(plan),
+        backend_(backend),
+        ahead_(ahead),
+        traffic_(traffic),
+        slots_(plan.weights.begin.size()),
+        spans_("gather", table.units()) {}
   // `local`: this rank's part, of the type that the kernels read, where peers can read it.
   Status allocate(const void* local);
   // What was in flight is forgotten.
@@ -27,6 +34,7 @@ class WeightGather {
   void release(int unit);
   // On the CPU.
   Status progress();
+  void set_timeline(trace::Timeline* timeline) { spans_.set_timeline(timeline); }
 
  private:
   struct Slot {
@@ -46,6 +54,7 @@ class WeightGather {
   const bool ahead_;
   FullySharded::Traffic& traffic_;
   std::vector<Slot> slots_;
+  CollectiveSpans spans_;
   runtime::Buffer buffer_;
   const uint8_t* local_ = nullptr;
   comm::Communicator* communicator_ = nullptr;
