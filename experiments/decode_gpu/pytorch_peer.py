@@ -5,8 +5,8 @@ python3 pytorch_peer.py --shape llama-1b|llama-8b|qwen3-0.6b [--batch 1 32] [--c
 
 A block of the model is compiled once (fullgraph) and called for every layer; it begins with the residual sum and the
 norm, so that nothing is left to fuse across its border; --whole compiles all layers as one instead. The whole step is
-captured as one CUDA graph and replayed. It feeds its own token; the cache is `context` long and full. Median of 64 replays by events after 16. Prefill: compiled,
-cuDNN attention; the median of 7 after 2.
+captured as one CUDA graph and replayed. It feeds its own token; the cache is `context` long and full. Median of 64
+replays by events after 16. Prefill: compiled, cuDNN attention; the median of 7 after 2.
 """
 import argparse
 import json
