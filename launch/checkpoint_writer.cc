@@ -1,5 +1,6 @@
 #include "launch/checkpoint_writer.h"
 
+#include <map>
 #include <utility>
 
 #include "checkpoint/checkpoint.h"
@@ -90,7 +91,7 @@ class CheckpointWriter final : public ShardWriter {
                          checkpoint::begin_checkpoint(shard_fs_, checkpoint_dir_, step, ticket.attempt));
     void* const memory = slots_.at(static_cast<size_t>(slot));
     const checkpoint::ShardView view = snapshot_view(memory, state_layout(config_, table_, rank_, world_size_));
-    notes_ = snapshot_notes(memory, plan_);
+    notes_[step] = snapshot_notes(memory, plan_);
     KTG_ASSIGN_OR_RETURN(const checkpoint::ShardRecord record,
                          checkpoint::write_shard(shard_fs_, dir, table_, view, meta(step, ticket), rank_));
     return checkpoint::to_json(record);
@@ -105,14 +106,15 @@ class CheckpointWriter final : public ShardWriter {
     KTG_ASSIGN_OR_RETURN(const std::string dir,
                          checkpoint::begin_checkpoint(commit_fs_, checkpoint_dir_, step, ticket.attempt));
     checkpoint::CheckpointMeta whole = meta(step, ticket);
-    // The shard's notes have been read; what the whole run shares joins them here.
-    if (notes_.vote.step == step) whole.extra_json = to_json(notes_, read_tuning(out_dir_));
+    whole.extra_json = to_json(notes_[step], read_tuning(out_dir_));
+    notes_.erase(notes_.begin(), notes_.upper_bound(step));
     KTG_RETURN_IF_ERROR(checkpoint::commit_checkpoint(commit_fs_, checkpoint_dir_, dir, whole, table_, shards,
                                                       config_.checkpoint.keep));
     return checkpoint_dir_ + "/step-" + std::to_string(step);
   }
 
   Status abandon(int64_t step, const SaveTicket& ticket) override {
+    notes_.erase(step);
     return checkpoint::abandon_checkpoint(FileSystem::posix(), checkpoint_dir_, step, ticket.attempt);
   }
 
@@ -136,7 +138,7 @@ class CheckpointWriter final : public ShardWriter {
     m.run_id = ticket.run_id;
     m.parent_run_id = ticket.parent_run_id;
     m.parent_step = ticket.parent_step;
-    if (notes_.vote.step == step) m.extra_json = to_json(notes_);  // every rank's are the same
+    if (const auto at = notes_.find(step); at != notes_.end()) m.extra_json = to_json(at->second);
     return m;
   }
 
@@ -146,7 +148,9 @@ class CheckpointWriter final : public ShardWriter {
   const std::string out_dir_, checkpoint_dir_;
   const runtime::ParamTable table_;
   const MemoryPlan plan_;
-  SnapshotNotes notes_;         // of the shard written last
+  // Of the shards whose checkpoints are not committed yet, by step; every rank's are the same. A shard may be written
+  // before the checkpoint of the one in front of it is committed.
+  std::map<int64_t, SnapshotNotes> notes_;
   FaultyFileSystem shard_fs_;   // dies for this rank's entries
   FaultyFileSystem commit_fs_;  // for any rank's: there is one commit
   std::unique_ptr<comm::SharedSegment> segment_;

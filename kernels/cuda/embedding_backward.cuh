@@ -111,6 +111,7 @@ __global__ void __launch_bounds__(kListThreads) place_lists_kernel(TokenLists l)
   const int32_t count = row < l.rows ? l.counts[row] : 0;
   int32_t total = 0;
   const int32_t before = exclusive_sum(count, total);
+  __syncthreads();  // the sum's readers
   if (threadIdx.x == 0) begin = atomicAdd(l.cursor, total);
   __syncthreads();
   if (row >= l.rows) return;

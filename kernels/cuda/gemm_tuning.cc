@@ -230,7 +230,7 @@ class Tuner {
   }
 
   int candidates_of(const GemmProblem& problem) const {
-    constexpr double kMany = 2e12;  // about 3 ms
+    constexpr double kMany = 5e11;  // about 0.7 ms
     return operations(problem) < kMany ? options_.candidates : std::min(options_.candidates, options_.long_candidates);
   }
 

@@ -20,11 +20,11 @@ namespace kintsugi::kernels::cuda {
 GemmEnvironment gemm_environment();
 
 struct GemmTuningOptions {
-  int candidates = 40;       // algorithms a product that are timed: the library's favourites for it and for its like
-  int long_candidates = 16;  // of a product that takes milliseconds
+  int candidates = 24;       // algorithms a product that are timed: the library's favourites for it and for its like
+  int long_candidates = 12;  // of a product that takes about a millisecond or more
   int repetitions = 5;       // the candidates take turns, slow ones only once
   double lasting_ms = 0;  // above 0: the two or three fastest also run for this long at a time, and the best then wins
-  double budget_ms = 2000;  // products whose turn comes later keep the library's first choice
+  double budget_ms = 1500;  // products whose turn comes later keep the library's first choice
 };
 
 struct GemmTuning {
