@@ -65,6 +65,8 @@ TEST(NcclErrorsTest, AnAbortOfOneCommunicatorEndsAllOfTheGeneration) {
     ASSERT_TRUE(enter_all(rank, {}).ok());
     Seat seat = rank.seat();
     Floats x(seat, 64, true);
+    // The first sum of each connects the ranks, and that takes both.
+    EXPECT_OK(run_to_end(seat.comm.all_reduce(x, 64, rank.stream()), seat));
     EXPECT_OK(run_to_end(seat.second->all_reduce(x, 64, rank.stream()), seat));
     if (rank.rank() == 1) {
       const Deadline away = soon();
