@@ -3,6 +3,7 @@
 
   pytorch_bench.py [--threads 1] [--steps 10]      one process
   pytorch_bench.py --ranks 8                       DistributedDataParallel over gloo, one thread a process
+  pytorch_bench.py --ranks 8 --fsdp                FSDP2 (fully_shard of each block and of the whole) over gloo
 Model: 4 blocks of RMSNorm, RoPE, causal SDPA, SwiGLU; fp32; AdamW (fused), gradients clipped to norm 1.
 Three steps warm up; the median of --steps counts (with ranks: of the slowest rank). --cpu_time counts the process's
 CPU time instead of the wall's, for a busy machine. Needs torch alone.
@@ -74,7 +75,15 @@ def train(rank, ranks, args, results):
     if ranks > 1:
         dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method="file://" + args.store)
     model = Model()
-    net = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
+    if ranks > 1 and args.fsdp:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        mesh = init_device_mesh("cpu", (ranks,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        net = fully_shard(model, mesh=mesh)
+    else:
+        net = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     torch.manual_seed(1 + rank)
     ids = torch.randint(V, (args.batch, T + 1))
@@ -107,6 +116,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--cpu_time", action="store_true")
     parser.add_argument("--json")
     args = parser.parse_args()
@@ -121,7 +131,7 @@ def main():
             mp.spawn(train, args=(args.ranks, args, results), nprocs=args.ranks)
             seconds = results.get()
     tokens = args.batch * T * args.ranks
-    out = {"torch": torch.__version__, "ranks": args.ranks, "threads": args.threads, "step_ms": seconds * 1e3,
+    out = {"torch": torch.__version__, "fsdp": args.fsdp, "ranks": args.ranks, "threads": args.threads, "step_ms": seconds * 1e3,
            "tokens_per_second": tokens / seconds}
     print(f"PyTorch {torch.__version__}, {args.ranks} rank(s), {args.threads} thread(s): step {seconds * 1e3:.1f} ms, "
           f"{tokens / seconds:.0f} tokens/s")
