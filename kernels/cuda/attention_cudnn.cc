@@ -249,17 +249,31 @@ float time_once(Graph& graph, int64_t index, cudnnHandle_t handle, std::vector<v
   return ran && ended && cudaEventElapsedTime(&ms, timing.begin, timing.end) == cudaSuccess ? ms : -1;
 }
 
-// The fastest of five calls of each plan on the graph's list, none twice.
-std::vector<CudnnPlanTime> time_plans(Graph& graph, bool all, cudnnHandle_t handle, std::vector<void*>& operands,
-                                      void* workspace, int64_t workspace_bytes, const Timing& timing) {
-  std::vector<CudnnPlanTime> times;
+struct NamedPlan {
+  int64_t index;
+  std::string name;
+};
+// Those on the graph's list, none twice: all, or the ones of the first one's engine. Nothing is built for it.
+std::vector<NamedPlan> named_plans(Graph& graph, bool all) {
+  std::vector<NamedPlan> plans;
   const auto engine_of = [](const std::string& name) { return name.substr(0, name.find('_')); };
   for (int64_t i = 0; i < graph.get_execution_plan_count(); ++i) {
-    CudnnPlanTime plan{"", 0, -1};
+    NamedPlan plan{i, ""};
     if (graph.get_plan_name_at_index(i, plan.name).is_bad()) continue;
-    const auto same = [&](const CudnnPlanTime& other) { return other.name == plan.name; };
-    if (std::any_of(times.begin(), times.end(), same)) continue;
-    if (!all && !times.empty() && engine_of(plan.name) != engine_of(times.front().name)) continue;
+    const auto same = [&](const NamedPlan& other) { return other.name == plan.name; };
+    if (std::any_of(plans.begin(), plans.end(), same)) continue;
+    if (all || plans.empty() || engine_of(plan.name) == engine_of(plans.front().name)) plans.push_back(plan);
+  }
+  return plans;
+}
+
+// The fastest of five calls of each plan.
+std::vector<CudnnPlanTime> time_plans(Graph& graph, const std::vector<NamedPlan>& plans, cudnnHandle_t handle,
+                                      std::vector<void*>& operands, void* workspace, int64_t workspace_bytes,
+                                      const Timing& timing) {
+  std::vector<CudnnPlanTime> times;
+  for (const auto& [i, name] : plans) {
+    CudnnPlanTime plan{name, 0, -1};
     if (graph.build_plan_at_index(i).is_bad()) continue;
     if (graph.get_workspace_size_plan_at_index(i, plan.workspace_bytes).is_bad()) continue;
     bool runs = plan.workspace_bytes <= workspace_bytes;
@@ -341,7 +355,10 @@ std::vector<CudnnPlanTime> time_cudnn_attention_plans(const AttentionShape& shap
     if (all) modes.insert(modes.end(), {fe::HeurMode_t::B, fe::HeurMode_t::FALLBACK});
     if (cudnnSetStream(c.handle, cuda_stream) == CUDNN_STATUS_SUCCESS &&
         list_plans(*graph, modes, c.handle).is_good()) {
-      times = time_plans(*graph, all, c.handle, operands, workspace, workspace_bytes, {cuda_stream, begin, end});
+      const std::vector<NamedPlan> plans = named_plans(*graph, all);
+      if (all || plans.size() > 1) {
+        times = time_plans(*graph, plans, c.handle, operands, workspace, workspace_bytes, {cuda_stream, begin, end});
+      }
     }
   } catch (const std::exception& e) {
     set_cudnn_error_text(e.what());

@@ -25,8 +25,8 @@ int64_t cudnn_attention_scratch_bytes(const AttentionShape& shape, AttentionPass
 
 // Plans that cuDNN has for the shape, the one that it prefers first, timed on the operands (those of
 // kernels/attention.h in the order q, k, v, o, lse, d_o, dq, dk, dv; a forward pass takes the first four or five): all
-// of them, or those of the preferred one's engine. Plans that want more than workspace_bytes are named with -1. Blocks,
-// for seconds when it is all. Empty in a build without cuDNN.
+// of them, or those of the preferred one's engine, when it has more than one. Plans that want more than workspace_bytes
+// are named with -1. Blocks, for seconds when it is all. Empty in a build without cuDNN.
 struct CudnnPlanTime {
   std::string name;
   int64_t workspace_bytes;
@@ -38,9 +38,9 @@ std::vector<CudnnPlanTime> time_cudnn_attention_plans(const AttentionShape& shap
 
 // Times the plans of the shape's training passes, those of the preferred one's engine (others were 1.5 to 2 times
 // slower wherever they were tried, and take up to a second to compile), on random numbers in `scratch`, and puts the
-// fastest into `table`. About 0.1 s. A pass that has an entry, that the plain kernels serve, or whose operands do not
-// fit into scratch_bytes, gets none. Only for q, k and v packed in one buffer. An empty table (of this machine) comes
-// from attention_table_here().
+// fastest into `table`. About 0.1 s. A pass that has an entry or one plan only, that the plain kernels serve, or whose
+// operands do not fit into scratch_bytes, gets none. Only for q, k and v packed in one buffer. An empty table (of this
+// machine) comes from attention_table_here().
 AttentionTable attention_table_here();
 KernelError tune_attention(AttentionTable* table, const AttentionShape& shape, void* scratch, int64_t scratch_bytes,
                            StreamHandle stream);

@@ -245,7 +245,7 @@ TEST_P(CudaAttentionTest, PlansChosenByTimingTravelAsTextAndGiveTheSameNumbers) 
     cuda::AttentionTable table = cuda::attention_table_here(), read;
     const KernelError error = cuda::tune_attention(&table, p.shape, scratch.data(), int64_t{256} << 20, nullptr);
     ASSERT_EQ(error, kKernelOk) << text(error);
-    EXPECT_EQ(table.entries.size(), 2u);
+    EXPECT_LE(table.entries.size(), 2u);  // where there is a choice
     std::cout << to_text(table);
     std::string why;
     ASSERT_TRUE(cuda::parse_attention_table(to_text(table), &read, &why)) << why;
