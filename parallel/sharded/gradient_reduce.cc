@@ -6,6 +6,7 @@ namespace kintsugi::parallel {
 namespace {
 
 constexpr int64_t kFloat = sizeof(float), kBf16 = 2;
+constexpr int kMaxRanks = 64;  // of a communicator
 
 }  // namespace
 
@@ -17,7 +18,7 @@ GradientReduce::GradientReduce(const runtime::ParamTable& table, const ShardPlan
 
 Status GradientReduce::allocate(void* memory) {
   local_ = static_cast<float*>(memory);
-  slots_ = local_ + plan_.shards.local_length() * (plan_.fixed ? plan_.stack.num_buffers : 1);
+  slots_ = local_ + plan_.shards.local_length() * plan_.leaves.num_buffers;
   received_ = slots_ + plan_.gradients.length;
   if (plan_.wire_bf16) {
     sent_bf16_ = reinterpret_cast<uint8_t*>(received_);
@@ -218,20 +219,22 @@ Status GradientReduce::add(const Reduction& r, runtime::Stream& stream) {
 }
 
 Status GradientReduce::add_leaves(const Reduction& r, runtime::Stream& stream) {
+  const kernels::ReduceKernels& k = *backend_.kernels().reduce;
   const int64_t count = chunk(r.unit), length = plan_.shards.local_length(), begin = plan_.shards[r.unit].local_begin;
-  const int world_size = plan_.num_shards * plan_.num_replicas;
-  const auto num_leaves = static_cast<int64_t>(plan_.stack.shards.size());
-  for (int rank = 0; rank < world_size; ++rank) {
-    const int64_t leaf = r.micro_step * world_size + rank;
-    if (leaf >= num_leaves) break;
-    const GradientStack::Shard& shard = plan_.stack.shards[static_cast<size_t>(leaf)];
-    const float* part = received(r.unit) + rank * count;
-    const auto buffer = [&](int i) { return local_ + i * length + begin; };
-    if (shard.merges == 0) KTG_RETURN_IF_ERROR(copy(buffer(shard.buffer), part, count, stream));
-    for (int top = shard.buffer; top > shard.buffer - shard.merges; --top) {
-      float* lower = buffer(top - 1);
-      const float* upper = top == shard.buffer ? part : buffer(top);
-      KTG_RETURN_IF_ERROR(stream.launched(backend_.kernels().reduce->add(lower, lower, upper, count, stream.handle()),
+  const auto buffer = [&](int i) { return local_ + i * length + begin; };
+  const float* parts[kMaxRanks];
+  for (const LeafRun& run : plan_.leaves.by_micro_step[static_cast<size_t>(r.micro_step)]) {
+    const float* const first = received(r.unit) + run.first_rank * count;
+    if (run.count > 1) {
+      for (int i = 0; i < run.count; ++i) parts[i] = first + i * count;
+      KTG_RETURN_IF_ERROR(stream.launched(k.tree_sum(buffer(run.buffer), parts, run.count, count, stream.handle()),
+                                          "sum of virtual shards"));
+    } else if (run.merges == 0) {
+      KTG_RETURN_IF_ERROR(copy(buffer(run.buffer), first, count, stream));
+    }
+    for (int top = run.buffer; top > run.buffer - run.merges; --top) {
+      const float* upper = run.count == 1 && top == run.buffer ? first : buffer(top);
+      KTG_RETURN_IF_ERROR(stream.launched(k.add(buffer(top - 1), buffer(top - 1), upper, count, stream.handle()),
                                           "sum of virtual shards"));
     }
   }

@@ -3,8 +3,8 @@
 //   fast order    reduce-scatter among the shards; all-reduce of the chunk among replicas
 //   bf16          all-to-all of the rounded gradient among the shards, summed here in fp32; the same all-reduce
 //   fixed order   all-to-all among the shards, then all-gather among replicas: every owner has every rank's chunk,
-//                 which are leaves of the reduction tree, and adds them up as a binary counter counts
-//                 (gradient_stack.h)
+//                 which are leaves of the reduction tree, and adds up whole subtrees in one pass, then
+//                 these as a binary counter counts (gradient_stack.h)
 //
 // On the CPU a unit moves on when somebody polls; on a device all of it is queued at once, on a stream of its own.
 #pragma once

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "parallel/gradient_stack.h"
 #include "parallel/vote.h"
 
 namespace kintsugi::parallel {
@@ -48,6 +49,30 @@ bool has_head_matrix(const runtime::ParamTable& table) {
 
 }  // namespace
 
+// Aligned runs of a power of two of leaves are subtrees, whatever their number in all.
+LeafRuns plan_leaf_runs(int64_t num_shards, int world_size) {
+  const GradientStack stack = plan_gradient_stack(num_shards, /*rank=*/0, /*world_size=*/1);
+  LeafRuns runs;
+  for (int64_t begin = 0; begin < num_shards; begin += world_size) {
+    std::vector<LeafRun>& of_step = runs.by_micro_step.emplace_back();
+    const int64_t end = std::min(begin + world_size, num_shards);
+    for (int64_t leaf = begin; leaf < end;) {
+      int64_t count = 1;
+      int inside = 0;  // merges within the run
+      for (; leaf % (2 * count) == 0 && leaf + 2 * count <= end; count *= 2) ++inside;
+      const LeafRun run{.first_rank = static_cast<int>(leaf - begin),
+                        .count = static_cast<int>(count),
+                        .buffer = stack.shards[static_cast<size_t>(leaf)].buffer,
+                        .merges = stack.shards[static_cast<size_t>(leaf + count - 1)].merges - inside};
+      // A single leaf that is merged at once is added from where it lies.
+      if (count > 1 || run.merges == 0) runs.num_buffers = std::max(runs.num_buffers, run.buffer + 1);
+      of_step.push_back(run);
+      leaf += count;
+    }
+  }
+  return runs;
+}
+
 ShardPlan::ShardPlan(const runtime::ParamTable& table, const ParallelConfig& config, kernels::DType dtype, int rank,
                      int world_size)
     : mesh(Mesh::of_run(config, world_size).value()),
@@ -76,7 +101,7 @@ ShardPlan::ShardPlan(const runtime::ParamTable& table, const ParallelConfig& con
   weights = plan_slots(whole, config.mode != "zero3", kept, tied);
   if (!alone) gradients = plan_slots(gathered, config.mode == "zero1", none, tied);
   if (fixed || wire_bf16) received = plan_slots(received_lengths, false, none, tied);
-  if (fixed) stack = plan_gradient_stack(config.virtual_shards, 0, 1);
+  if (fixed) leaves = plan_leaf_runs(config.virtual_shards, world_size);
   vote_bytes_ = Vote(table.units(), mesh, config, rank).memory_bytes();
 }
 
@@ -87,7 +112,7 @@ StateMemory ShardPlan::memory() const {
   // With the rounded copy that peers read.
   m.weights_bytes = local * (kFloat + (rounded ? weight_bytes() : 0));
   m.moments_bytes = 2 * local * kFloat;
-  m.gradients_bytes = (local * (fixed ? stack.num_buffers : 1) + gradients.length) * kFloat;
+  m.gradients_bytes = (local * leaves.num_buffers + gradients.length) * kFloat;
   // In bf16 on the wire: what is sent and what comes.
   m.gradients_bytes += wire_bf16 ? 2 * received.length * kBf16 : received.length * kFloat;
   m.vote_bytes = vote_bytes_;

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "parallel/fully_sharded.h"
-#include "parallel/gradient_stack.h"
 #include "parallel/state_memory.h"
 
 namespace kintsugi::parallel {
@@ -21,6 +20,18 @@ struct Slots {
   int64_t length = 0;          // of all
   int count() const { return static_cast<int>(begin.size()); }
 };
+
+// Fixed order: leaves of one micro-step that are a whole subtree of the reduction tree, and its place on a stack of
+// sums (gradient_stack.h): the subtree's sum is written into `buffer`, then so many `merges` follow.
+struct LeafRun {
+  int first_rank, count;  // the ranks whose leaves they are
+  int buffer, merges;
+};
+struct LeafRuns {
+  std::vector<std::vector<LeafRun>> by_micro_step;
+  int num_buffers = 1;
+};
+LeafRuns plan_leaf_runs(int64_t num_shards, int world_size);
 
 class ShardPlan {
  public:
@@ -37,8 +48,7 @@ class ShardPlan {
   const bool tied;        // the head has no matrix of its own
   const bool alone;       // fast order at one rank: gradients are written where they stay, and nothing is exchanged
   Slots weights, gradients, received;
-  // Fixed order: how virtual shards are added up, and in how many buffers of the local space.
-  GradientStack stack;
+  LeafRuns leaves;  // fixed order; buffers of the local space
 
   StateMemory memory() const;
   int64_t weight_bytes() const { return kernels::size_of(dtype_); }  // of one element that the kernels read
