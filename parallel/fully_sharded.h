@@ -8,15 +8,17 @@
 //   zero3   nothing but two units in turn (below)  reduced in every micro-step, accumulated as shards
 // In fixed order every virtual shard's gradient is reduced by itself in all modes.
 //
-// Weights. A unit's gathered weights are stale after an update (zero3: also after their release, unless
-// reshard_after_forward is off for the unit, as it always is for the last block). acquire(i) makes the stream wait for
-// unit i's all-gather and starts the next one's: i + 1 in forward, i - 1 in backward. So zero1 and zero2 gather once a
-// step, zero3 twice a micro-step. What travels is the compute dtype; the fp32 vectors of all units (norms, biases),
-// which the kernels read unrounded, are a small table that every rank keeps whole and gathers once after each update.
+// Weights. A unit's gathered weights are stale after an update; in zero3 also once another unit has taken their buffer,
+// which reshard_after_forward = false keeps from blocks by a buffer for each. acquire(i) makes the stream wait for unit
+// i's all-gather and starts the next one's: i + 1 in forward, i - 1 in backward. So zero1 and zero2 gather once a step,
+// zero3 twice a micro-step, but for the two blocks whose weights still lie there where forward turns into backward, and
+// backward into the next forward (plan_traffic() counts). What travels is the compute dtype; the fp32 vectors of all
+// units (norms, biases), which the kernels read unrounded, are a small table that every rank keeps whole and gathers
+// once after each update.
 //
-// Buffers of zero3: two for blocks, in turn; one for the tables at both ends (two with a tied embedding, which is
-// gathered at both ends and reduced once). The same of fp32 for gradients in zero2 and zero3. In zero1 and zero2 every
-// unit has a buffer of its own for weights.
+// Buffers of zero3: two for blocks, in turn; one for the tables at both ends (two with a tied embedding, which stays
+// gathered from one end to the other and is reduced once). The same of fp32 for gradients in zero2 and zero3. In zero1
+// and zero2 every unit has a buffer of its own for weights.
 //
 // Gradients. gradients_ready(i) starts unit i's reduce-scatter on its own communicator, then, with replicas, the
 // all-reduce of the shard among them; the result is added to the shard's gradient. A buffer is handed out again once
@@ -70,7 +72,6 @@ class FullySharded : public ParallelMode {
 };
 
 // What one step of the mode sends, by formula: count and bytes of each collective (bytes of one rank's contribution).
-FullySharded::Traffic plan_traffic(const runtime::ParamTable& table, const FullyShardedOptions& options,
-                                   bool tied_embedding);
+FullySharded::Traffic plan_traffic(const runtime::ParamTable& table, const FullyShardedOptions& options);
 
 }  // namespace kintsugi::parallel

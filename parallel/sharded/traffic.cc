@@ -23,7 +23,7 @@ int64_t gathers_of(const ShardPlan& plan, const ParallelConfig& config, int unit
 
 }  // namespace
 
-FullySharded::Traffic plan_traffic(const runtime::ParamTable& table, const FullyShardedOptions& options, bool) {
+FullySharded::Traffic plan_traffic(const runtime::ParamTable& table, const FullyShardedOptions& options) {
   const ShardPlan plan(table, options.config, options.dtype, options.rank, options.world_size);
   const int64_t M = options.num_micro_steps, S = plan.num_shards;
   constexpr int64_t kFloat = 4, kBf16 = 2;

@@ -130,14 +130,12 @@ class Loop {
     }
     KTG_RETURN_IF_ERROR(place_.stream->synchronize(soon()));
     if (mode_.sharded != nullptr) {
-      result_.plan = plan_traffic(model_->params(),
-                                  {.config = o_.parallel,
-                                   .dtype = o_.dtype,
-                                   .rank = place_.rank,
-                                   .world_size = place_.world_size,
-                                   .num_micro_steps = layout_.num_micro_steps,
-                                   .overlap = o_.overlap},
-                                  o_.model.tied_embedding);
+      result_.plan = plan_traffic(model_->params(), {.config = o_.parallel,
+                                                     .dtype = o_.dtype,
+                                                     .rank = place_.rank,
+                                                     .world_size = place_.world_size,
+                                                     .num_micro_steps = layout_.num_micro_steps,
+                                                     .overlap = o_.overlap});
     }
     result_.heap_used_bytes = place_.heap->used_bytes();
     return std::move(result_);
