@@ -31,6 +31,7 @@ class DeviceHarness {
     const int64_t bytes = Transformer::activation_bytes(config, options, gpu().kernels());
     Buffer activations = gpu().allocate(bytes, "activations").value();
     EXPECT_EQ(cudaMemset(activations.data(), 0xff, static_cast<size_t>(bytes)), cudaSuccess);
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);  // the model's stream does not wait for the default one
     arena = std::make_unique<Arena>(std::move(activations));
     Result<std::unique_ptr<Transformer>> made = Transformer::create(config, options, gpu(), *arena, *stream);
     KTG_CHECK(made.ok()) << made.status().to_string();
