@@ -51,6 +51,9 @@ Progress ControlPage::progress(int index) const {
   p.reduced_step = slot.reduced_step.load(std::memory_order_acquire);
   p.begun_step = slot.begun_step.load(std::memory_order_acquire);
   p.vote = slot.vote;
+  for (int i = 0; i < kMaxSnapshotSlots; ++i) {
+    p.held_steps[i] = snapshots[i].held_step.load(std::memory_order_acquire);
+  }
   return p;
 }
 
@@ -97,6 +100,7 @@ Result<UniqueFd> ControlPageMap::create_fd(int rank, int num_snapshot_slots) {
   auto* page = new (memory) ControlPage{};
   page->rank = rank;
   page->num_snapshot_slots = num_snapshot_slots;
+  for (SnapshotSlot& slot : page->snapshots) slot.held_step = -1;
   for (int i = 0; i < kMaxIncarnations; ++i) page->reset_slot(i);
   page->magic = kMagic;
   ::munmap(memory, sizeof(ControlPage));

@@ -18,8 +18,7 @@
 
 namespace kintsugi::launch {
 
-inline constexpr int kMaxIncarnations = 8;  // of one rank at a time: worker, spares, and those being buried
-inline constexpr int kMaxSnapshotSlots = 4;
+inline constexpr int kMaxIncarnations = 8;    // of one rank at a time: worker, spares, and those being buried
 inline constexpr int kMaxFaultEntries = 512;  // of fault.kill
 
 // When an incarnation passed the milestones between two generations (CLOCK_MONOTONIC ns; 0: not yet, or not its own).
@@ -62,6 +61,9 @@ struct SnapshotSlot {
   int64_t step;
   int64_t cursor;
   int64_t sequence;  // of the handover, from 1
+  // The step whose snapshot lies here complete, whoever is alive; -1: none, or it is being filled. Also while the slot
+  // is free: sharded runs go back to it.
+  std::atomic<int64_t> held_step;
 };
 
 struct ControlPage {
@@ -78,7 +80,8 @@ struct ControlPage {
   // Faults that fired, one bit an entry.
   std::atomic<uint64_t> faults_claimed[kMaxFaultEntries / 64];
 
-  // Snapshots. A slot goes free -> handed over (worker) -> writing -> free (agent).
+  // Snapshots. A slot goes free -> handed over (worker) -> writing -> free (agent), or stays free when the snapshot is
+  // for memory alone.
   SnapshotSlot snapshots[kMaxSnapshotSlots];
   std::atomic<int64_t> handed_sequence;   // handovers so far
   std::atomic<int64_t> settled_sequence;  // all up to this are durable or have failed

@@ -10,13 +10,36 @@
 namespace kintsugi::launch {
 namespace {
 
-Decision from_disk(const DecisionView& view, int64_t best_step) {
+// The newest step that all agents hold in memory; -1: there is none.
+int64_t newest_held(const DecisionView& view) {
+  if (!view.snapshots || view.ranks.empty()) return -1;
+  const auto holds = [](const Progress& p, int64_t step) {
+    return std::find(std::begin(p.held_steps), std::end(p.held_steps), step) != std::end(p.held_steps);
+  };
+  int64_t newest = -1;
+  for (const int64_t step : view.ranks.front().held_steps) {
+    if (step > newest &&
+        std::all_of(view.ranks.begin(), view.ranks.end(), [&](const Progress& p) { return holds(p, step); })) {
+      newest = step;
+    }
+  }
+  return newest;
+}
+
+uint64_t holders_of(const DecisionView& view, size_t rank) {
+  return view.holders.empty() ? ~uint64_t{0} : view.holders[rank];
+}
+
+// All ranks leave the state they have, or have lost. `why`: the first part of the sentence.
+Decision go_back(const DecisionView& view, int64_t best_step, const std::string& why) {
   Decision d;
   d.verdict.generation = view.generation;
-  const std::string why = view.last.generation == 0 ? "start"
-                          : best_step < 0           ? "no rank has state"
-                                                    : "recovery.source = \"checkpoint\"";
-  if (view.checkpoint.exists()) {
+  const int64_t held = view.last.generation > 0 && view.policy == StatePolicy::kAuto ? newest_held(view) : -1;
+  if (held >= 0 && (!view.checkpoint.exists() || held >= view.checkpoint.step)) {
+    d.verdict.source = StateSource::kSnapshots;
+    d.verdict.committed_step = held;
+    d.reason = fmt::format("{}: all ranks go back to step {}, which every agent holds in memory", why, held);
+  } else if (view.checkpoint.exists()) {
     d.verdict.source = StateSource::kCheckpoint;
     d.verdict.committed_step = view.checkpoint.step;
     KTG_CHECK(view.checkpoint.dir.size() < sizeof d.verdict.checkpoint_dir) << view.checkpoint.dir;
@@ -28,6 +51,11 @@ Decision from_disk(const DecisionView& view, int64_t best_step) {
     d.reason = fmt::format("{}, and there is no checkpoint: all ranks begin with step 0", why);
   }
   d.steps_lost = std::max<int64_t>(0, best_step - d.verdict.committed_step);
+  if (d.steps_lost > 0) {
+    d.reason += d.steps_lost == 1
+                    ? fmt::format("; step {} is run again", best_step)
+                    : fmt::format("; steps {} to {} are run again", d.verdict.committed_step + 1, best_step);
+  }
   return d;
 }
 
@@ -71,8 +99,10 @@ Result<Decision> decide(const DecisionView& view) {
   if (committed < 0 && !first && view.policy == StatePolicy::kPeer) {
     return failed_precondition("recovery.source = \"peer\", and no rank is left that has state");
   }
-  const bool prefers_disk = view.policy == StatePolicy::kCheckpoint && !all_have_state;
-  if (committed < 0 || prefers_disk) return from_disk(view, committed);
+  if (committed < 0) return go_back(view, committed, first ? "start" : "no rank has state");
+  if (view.policy == StatePolicy::kCheckpoint && !all_have_state) {
+    return go_back(view, committed, "recovery.source = \"checkpoint\"");
+  }
 
   Decision d;
   d.verdict.generation = view.generation;
@@ -81,6 +111,7 @@ Result<Decision> decide(const DecisionView& view) {
   d.verdict.vote = find_vote(view, committed);
   const bool vote_known = committed >= 1 && d.verdict.vote.step == committed;
   int num_late = 0, num_done = 0;
+  const uint64_t living = view.ranks.size() == 64 ? ~uint64_t{0} : (uint64_t{1} << view.ranks.size()) - 1;
   for (size_t r = 0; r < view.ranks.size(); ++r) {
     const Progress& p = view.ranks[r];
     const bool done = p.updated_step == committed;
@@ -95,13 +126,25 @@ Result<Decision> decide(const DecisionView& view) {
     }
   }
   KTG_CHECK(d.verdict.source_rank >= 0) << "step " << committed << " is committed, and nobody can make its state";
+  uint64_t orphaned = 0;  // joining ranks whose state nobody holds any more
+  for (size_t r = 0; r < view.ranks.size(); ++r) {
+    const bool joins = (d.verdict.joining_ranks >> r & 1) != 0;
+    if (joins && (holders_of(view, r) & living & ~d.verdict.joining_ranks) == 0) orphaned |= uint64_t{1} << r;
+  }
+  if (orphaned != 0) {
+    const std::string what = fmt::format("the state of {} is held by nobody else", rank_list(orphaned));
+    if (view.policy == StatePolicy::kPeer) return failed_precondition("recovery.source = \"peer\": " + what);
+    return go_back(view, committed, what);
+  }
   d.reason = num_late == 0   ? fmt::format("step {} is committed", committed)
              : num_done == 0 ? fmt::format("the vote of step {} was over: the survivors make its update", committed)
                              : fmt::format("step {} is committed: {} rank(s) make its update now", committed, num_late);
   if (d.verdict.joining_ranks != 0) {
-    d.reason +=
-        fmt::format("; {} take{} rank {}'s state", rank_list(d.verdict.joining_ranks),
-                    (d.verdict.joining_ranks & (d.verdict.joining_ranks - 1)) == 0 ? "s" : "", d.verdict.source_rank);
+    const bool one = (d.verdict.joining_ranks & (d.verdict.joining_ranks - 1)) == 0;
+    d.reason += view.holders.empty() ? fmt::format("; {} take{} rank {}'s state", rank_list(d.verdict.joining_ranks),
+                                                   one ? "s" : "", d.verdict.source_rank)
+                                     : fmt::format("; {} take{} the state of a rank with the same shard",
+                                                   rank_list(d.verdict.joining_ranks), one ? "s" : "");
   }
   return d;
 }

@@ -5,6 +5,10 @@
 // with its gradients of s complete. So when any rank has left the vote of s, all that were alive in it hold the
 // gradients of s and the update can be made everywhere: s is committed. When none has, nobody has updated: s is run
 // again.
+//
+// Where a lost rank's state comes from, nearest first: a living rank that holds the same; failing that all ranks go
+// back to the newest step that every rank's agent holds in memory, or to the newest durable checkpoint if that is
+// newer, or begin anew.
 #pragma once
 
 #include <cstdint>
@@ -30,6 +34,9 @@ struct DecisionView {
   std::span<const Progress> ranks;  // every rank's final counters; updated_step -1: it has no state
   Verdict last;                     // of the generation that ended; generation 0: this is the first
   CheckpointRef checkpoint;         // newest one known
+  // Which ranks hold the same state as each rank, itself included: bit r is rank r. Empty: all hold the same.
+  std::span<const uint64_t> holders{};
+  bool snapshots = false;  // Progress::held_steps are of a rank's whole state: all can go back to them
   StatePolicy policy = StatePolicy::kAuto;
 };
 
@@ -39,7 +46,7 @@ struct Decision {
   int64_t steps_lost = 0;  // committed steps that have to be run again
 };
 
-// kFailedPrecondition: policy kPeer, a generation has run, and no rank has state.
+// kFailedPrecondition: policy kPeer, a generation has run, and somebody's state is held by no rank that lives.
 Result<Decision> decide(const DecisionView& view);
 
 }  // namespace kintsugi::launch

@@ -86,7 +86,9 @@ MemoryPlan plan_memory(const RunConfig& config, int world_size, const runtime::B
   plan.flops_per_token = static_cast<int64_t>(config.model.flops_per_token(config.training.seq_len));
 
   // One is filled while another is written; a run that saves once, at its end or when it is asked to stop, needs one.
-  plan.num_snapshot_slots = config.checkpoint.every > 0 ? 2 : 1;
+  // Sharded runs keep the newest complete one beside the one that is filled.
+  const bool twice = config.checkpoint.every > 0 || (slots_hold_state(config) && config.recovery.snapshot_every > 0);
+  plan.num_snapshot_slots = twice ? 2 : 1;
   plan.snapshot_slot_bytes = 3 * largest_slot(config, table, world_size) * int64_t{sizeof(float)} + kNotesBytes;
   plan.items.push_back({"snapshots", plan.num_snapshot_slots * plan.snapshot_slot_bytes, Place::kShared});
   const parallel::StateMemory memory =

@@ -1,6 +1,7 @@
 #include "launch/process_worker_link.h"
 
 #include <algorithm>
+#include <span>
 
 #include "launch/futex.h"
 
@@ -114,6 +115,12 @@ Result<Verdict> ProcessWorkerLink::await_verdict(int64_t generation, Deadline de
   const bool overwritten =
       verdict_.source != StateSource::kSurvivors || (verdict_.joining_ranks >> page_.rank & 1) != 0;
   if (overwritten) updated(-1);
+  // What was kept of steps that are about to be made anew belongs to an abandoned future.
+  if (verdict_.source != StateSource::kSurvivors) {
+    for (SnapshotSlot& s : page_.snapshots) {
+      if (s.held_step.load() > verdict_.committed_step) s.held_step = -1;
+    }
+  }
   return verdict_;
 }
 
@@ -125,22 +132,37 @@ bool ProcessWorkerLink::claim_fault(int64_t index) {
 
 bool ProcessWorkerLink::stop_requested() const { return page_.stop_requested.load(std::memory_order_relaxed) != 0; }
 
-int ProcessWorkerLink::free_snapshot_slot() {
-  for (int i = 0; i < page_.num_snapshot_slots; ++i) {
-    if (page_.snapshots[i].state.load(std::memory_order_acquire) == static_cast<int32_t>(SnapshotSlotState::kFree))
-      return i;
+int ProcessWorkerLink::free_snapshot_slot(bool keep_newest) {
+  const std::span<SnapshotSlot> slots(page_.snapshots, static_cast<size_t>(page_.num_snapshot_slots));
+  int64_t newest = -1;
+  for (const SnapshotSlot& s : slots) newest = std::max(newest, s.held_step.load(std::memory_order_relaxed));
+  for (SnapshotSlot& s : slots) {
+    if (s.state.load(std::memory_order_acquire) != static_cast<int32_t>(SnapshotSlotState::kFree)) continue;
+    if (keep_newest && newest >= 0 && s.held_step.load(std::memory_order_relaxed) == newest) continue;
+    s.held_step.store(-1, std::memory_order_release);
+    return static_cast<int>(&s - slots.data());
   }
   return -1;
 }
 
-Status ProcessWorkerLink::snapshot_ready(int64_t step, int64_t cursor, int slot) {
+Status ProcessWorkerLink::snapshot_ready(int64_t step, int64_t cursor, int slot, bool save) {
   KTG_CHECK(slot >= 0 && slot < page_.num_snapshot_slots) << slot;
   SnapshotSlot& s = page_.snapshots[slot];
   s.step = step;
   s.cursor = cursor;
+  s.held_step.store(step, std::memory_order_release);
+  if (!save) return ok_status();
   s.sequence = page_.handed_sequence.fetch_add(1) + 1;
   s.state.store(static_cast<int32_t>(SnapshotSlotState::kHandedOver), std::memory_order_release);
   return send(MessageType::kSnapshot);  // a doorbell: the agent reads the page, after a death of ours, too
+}
+
+WorkerLink::HeldSnapshot ProcessWorkerLink::held_snapshot(int64_t step) const {
+  for (int i = 0; i < page_.num_snapshot_slots; ++i) {
+    const SnapshotSlot& s = page_.snapshots[i];
+    if (s.held_step.load(std::memory_order_acquire) == step) return {.slot = i, .cursor = s.cursor};
+  }
+  return {};
 }
 
 Status ProcessWorkerLink::await_snapshots(Deadline deadline) {

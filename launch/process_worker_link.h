@@ -26,8 +26,9 @@ class ProcessWorkerLink final : public WorkerLink {
   Result<Verdict> await_verdict(int64_t generation, Deadline deadline) override;
   bool claim_fault(int64_t index) override;
   bool stop_requested() const override;
-  int free_snapshot_slot() override;
-  Status snapshot_ready(int64_t step, int64_t cursor, int slot) override;
+  int free_snapshot_slot(bool keep_newest) override;
+  Status snapshot_ready(int64_t step, int64_t cursor, int slot, bool save) override;
+  HeldSnapshot held_snapshot(int64_t step) const override;
   Status await_snapshots(Deadline deadline) override;
   Status publish(std::string_view topic, std::string_view payload) override;
   Status finished(std::string_view summary_json) override;

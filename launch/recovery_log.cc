@@ -35,6 +35,8 @@ const char* name_of(StateSource source) {
       return "peer";
     case StateSource::kCheckpoint:
       return "checkpoint";
+    case StateSource::kSnapshots:
+      return "snapshots in memory";
   }
   return "unknown";
 }

@@ -66,6 +66,7 @@ Status TrainingConfig::validate() const {
 
 Status RecoveryConfig::validate() const {
   KTG_RETURN_IF_ERROR(at_least("recovery.spares", spares, 0));
+  KTG_RETURN_IF_ERROR(at_least("recovery.snapshot_every", snapshot_every, 0));
   KTG_RETURN_IF_ERROR(at_least("recovery.max_restarts", max_restarts, 1));
   KTG_RETURN_IF_ERROR(at_least("recovery.hang_timeout_ms", hang_timeout_ms, 0));
   return at_least("recovery.ack_timeout_ms", ack_timeout_ms, 1);
@@ -112,8 +113,13 @@ void describe(ConfigTable& table, TrainingConfig& config) {
 void describe(ConfigTable& table, RecoveryConfig& config) {
   table.add("recovery.spares", &config.spares, "warm processes that each agent keeps ready for its rank");
   table.add("recovery.source", &config.source,
-            "where lost state comes from; auto: a live peer, else the newest checkpoint, else step 0",
+            "where lost state comes from; auto: a live peer, else snapshots in memory, else the newest checkpoint, "
+            "else step 0",
             {"auto", "peer", "checkpoint"});
+  table.add(
+      "recovery.snapshot_every", &config.snapshot_every,
+      "zero1 to zero3: steps between snapshots in host memory, to which all go back when a shard is lost; 0: none "
+      "but those of checkpoints");
   table.add("recovery.max_restarts", &config.max_restarts, "deaths of one rank at one step that end the job");
   table.add("recovery.hang_timeout_ms", &config.hang_timeout_ms,
             "a rank that makes no progress for so long is killed and replaced; 0: never");
@@ -192,6 +198,7 @@ Status RunConfig::validate(int world_size) const {
     return invalid_argument(
         fmt::format("training.eval_every = {}: data.validation names no file", training.eval_every));
   }
+  KTG_ASSIGN_OR_RETURN([[maybe_unused]] const parallel::Mesh mesh, parallel::Mesh::of_run(parallelism, world_size));
   KTG_ASSIGN_OR_RETURN([[maybe_unused]] const parallel::BatchLayout layout, batch_layout(0, world_size));
   return ok_status();
 }

@@ -1,15 +1,51 @@
 #include "launch/state_layout.h"
 
-namespace kintsugi::launch {
+#include "parallel/layout/unit_shards.h"
+#include "parallel/mesh.h"
+#include "runtime/base/check.h"
 
-StateLayout state_layout(const RunConfig&, const runtime::ParamTable& table, int rank, int world_size) {
+namespace kintsugi::launch {
+namespace {
+
+parallel::Mesh mesh_of(const RunConfig& config, int world_size) {
+  Result<parallel::Mesh> mesh = parallel::Mesh::of_run(config.parallelism, world_size);
+  KTG_CHECK(mesh.ok()) << mesh.status().message();  // validate() has refused others
+  return std::move(mesh).value();
+}
+
+}  // namespace
+
+StateLayout state_layout(const RunConfig& config, const runtime::ParamTable& table, int rank, int world_size) {
   StateLayout layout;
-  layout.held = {{.begin = 0, .count = table.total_length(), .local_begin = 0}};
-  layout.written = checkpoint::share_of(layout.held, rank, world_size);
-  const checkpoint::ShardRange share = checkpoint::shard_range(table.total_length(), rank, world_size);
-  layout.slot_length = share.count;
-  layout.slot_begin = share.begin;
+  if (!slots_hold_state(config)) {
+    layout.held = {{.begin = 0, .count = table.total_length(), .local_begin = 0}};
+    layout.written = checkpoint::share_of(layout.held, rank, world_size);
+    const checkpoint::ShardRange share = checkpoint::shard_range(table.total_length(), rank, world_size);
+    layout.slot_length = share.count;
+    layout.slot_begin = share.begin;
+    return layout;
+  }
+  const parallel::Mesh mesh = mesh_of(config, world_size);
+  const parallel::UnitShards shards(table.units(), mesh.size(parallel::kShardAxis),
+                                    mesh.coordinate(rank, parallel::kShardAxis));
+  layout.held = shards.ranges();
+  layout.written = checkpoint::share_of(layout.held, mesh.coordinate(rank, parallel::kReplicateAxis),
+                                        mesh.size(parallel::kReplicateAxis));
+  layout.slot_length = shards.local_length();
   return layout;
+}
+
+bool slots_hold_state(const RunConfig& config) { return config.parallelism.mode != "ddp"; }
+
+std::vector<uint64_t> state_holders(const RunConfig& config, int world_size) {
+  std::vector<uint64_t> holders;
+  if (!slots_hold_state(config)) return holders;
+  const parallel::Mesh mesh = mesh_of(config, world_size);
+  for (int r = 0; r < world_size; ++r) {
+    holders.push_back(0);
+    for (const int other : mesh.group(r, parallel::kReplicateAxis)) holders.back() |= uint64_t{1} << other;
+  }
+  return holders;
 }
 
 std::vector<std::vector<runtime::StateRange>> state_cover(const RunConfig& config, const runtime::ParamTable& table,

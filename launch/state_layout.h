@@ -26,6 +26,10 @@ struct StateLayout {
 
 // config.validate(world_size) holds.
 StateLayout state_layout(const RunConfig& config, const runtime::ParamTable& table, int rank, int world_size);
+// Whether a rank's slots hold all of its state that other ranks lack: then all can go back to them.
+bool slots_hold_state(const RunConfig& config);
+// Which ranks hold the same state as each, itself included (bit r: rank r); empty: all do.
+std::vector<uint64_t> state_holders(const RunConfig& config, int world_size);
 // What every rank brings, by rank.
 std::vector<std::vector<runtime::StateRange>> state_cover(const RunConfig& config, const runtime::ParamTable& table,
                                                           int world_size);

@@ -176,6 +176,8 @@ void Supervisor::decide_when_all_parked(int64_t now_ns) {
                                             .ranks = progress,
                                             .last = last_,
                                             .checkpoint = checkpoint_,
+                                            .holders = policy_.holders,
+                                            .snapshots = policy_.snapshots,
                                             .policy = policy_.source});
   if (!decision.ok()) return end(1, decision.status().message());
   last_ = decision->verdict;

@@ -25,6 +25,8 @@ struct SupervisorPolicy {
   int64_t hang_timeout_ms = 300'000;  // for a starting process to report; 0: never
   int64_t ack_timeout_ms = 10'000;    // for a running one to stop
   int64_t total_steps = 0;
+  std::vector<uint64_t> holders{};  // DecisionView's
+  bool snapshots = false;
 };
 
 struct Death {

@@ -56,6 +56,8 @@ Result<AgentConfig> configure(const TrainOptions& options, int world_size) {
   agent.policy.hang_timeout_ms = config.recovery.hang_timeout_ms;
   agent.policy.ack_timeout_ms = config.recovery.ack_timeout_ms;
   agent.policy.total_steps = config.training.steps;
+  agent.policy.holders = state_holders(config, world_size);
+  agent.policy.snapshots = slots_hold_state(config);
   return agent;
 }
 

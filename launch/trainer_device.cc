@@ -48,6 +48,9 @@ Result<VoteOutcome> TrainerImpl::device_step(int64_t step) {
   VoteOutcome vote;
   {
     const trace::ScopedSpan span(&timeline_, "forward and backward", step);
+    // Whoever leaves the vote of this step then knows that all ranks hold the snapshot before, and fills the slot of
+    // the one before that.
+    if (save_due(step) || held_in_memory(step)) KTG_RETURN_IF_ERROR(settle_snapshot(/*wait=*/true));
     KTG_RETURN_IF_ERROR(queue_step(step));
     if (step < config_.training.steps) KTG_RETURN_IF_ERROR(stage(step + 1));
     KTG_ASSIGN_OR_RETURN(vote, await_vote(step));
@@ -288,7 +291,7 @@ Status TrainerImpl::settle_snapshot(bool wait) {
     if (!arrived) return ok_status();
   }
   const DeviceStep::Snapshot snapshot = *std::exchange(d.snapshot, std::nullopt);
-  return environment_.link->snapshot_ready(snapshot.step, snapshot.cursor, snapshot.slot);
+  return environment_.link->snapshot_ready(snapshot.step, snapshot.cursor, snapshot.slot, snapshot.save);
 }
 
 }  // namespace kintsugi::launch

@@ -21,9 +21,14 @@ int64_t resident_bytes() {
 
 }  // namespace
 
-bool TrainerImpl::snapshot_due(int64_t step) const {
+bool TrainerImpl::save_due(int64_t step) const {
   const checkpoint::CheckpointConfig& c = config_.checkpoint;
   return (c.every > 0 && step % c.every == 0) || (c.save_last && step == config_.training.steps);
+}
+
+bool TrainerImpl::held_in_memory(int64_t step) const {
+  const int64_t every = config_.recovery.snapshot_every;
+  return slots_hold_state(config_) && every > 0 && step % every == 0;
 }
 
 bool TrainerImpl::validation_due(int64_t step) const {
@@ -34,7 +39,8 @@ bool TrainerImpl::validation_due(int64_t step) const {
 Status TrainerImpl::complete_step(const VoteOutcome& vote, bool timed) {
   last_vote_ = vote;
   KTG_RETURN_IF_ERROR(name_non_finite(vote));
-  if (snapshot_due(vote.step)) KTG_RETURN_IF_ERROR(take_snapshot());
+  const bool save = save_due(vote.step);
+  if (save || held_in_memory(vote.step)) KTG_RETURN_IF_ERROR(take_snapshot(save));
   std::optional<double> validation;
   if (validation_due(vote.step)) {
     KTG_ASSIGN_OR_RETURN(validation, validation_loss());
@@ -127,12 +133,15 @@ Status TrainerImpl::write_trace(int64_t step) {
 }
 
 // Copies this rank's part of the state into a slot that its agent can read; a writer takes it from there.
-Status TrainerImpl::take_snapshot() {
+Status TrainerImpl::take_snapshot(bool save) {
   const trace::ScopedSpan span(&timeline_, "snapshot", state().step);
   KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kSnapshot, state().step));
   if (device_) KTG_RETURN_IF_ERROR(settle_snapshot(/*wait=*/true));
-  int slot = environment_.link->free_snapshot_slot();
-  for (; slot < 0; slot = environment_.link->free_snapshot_slot()) {
+  // Reusing the other slot is safe: this rank has left the vote of a step after the newest one that it holds, so every
+  // rank holds that, too.
+  const bool keep_newest = slots_hold_state(config_) && snapshot_slots_.size() > 1;
+  int slot = environment_.link->free_snapshot_slot(keep_newest);
+  for (; slot < 0; slot = environment_.link->free_snapshot_slot(keep_newest)) {
     if (stop_.requested()) return aborted("while waiting for a free snapshot slot");
     environment_.link->alive();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -148,10 +157,10 @@ Status TrainerImpl::take_snapshot() {
   snapshot_notes(snapshot_slots_[slot], plan_) = {.vote = last_vote_, .skipped_steps = skipped_steps_};
   if (device_) {
     // Handed over once it has arrived; the next update waits for it on the device.
-    device_->snapshot = {.step = state().step, .cursor = state().cursor, .slot = slot};
+    device_->snapshot = {.step = state().step, .cursor = state().cursor, .slot = slot, .save = save};
     return device_->copied->record(stream);
   }
-  return environment_.link->snapshot_ready(state().step, state().cursor, slot);
+  return environment_.link->snapshot_ready(state().step, state().cursor, slot, save);
 }
 
 Result<runtime::LossSums> TrainerImpl::batch_loss(runtime::UnitAccess& weights, int64_t first, int64_t count) {
@@ -228,7 +237,7 @@ Result<double> TrainerImpl::validation_loss() {
 }
 
 Result<RunOutcome> TrainerImpl::save_and_leave() {
-  if (!snapshot_due(state().step)) KTG_RETURN_IF_ERROR(explained(take_snapshot()));
+  if (!save_due(state().step)) KTG_RETURN_IF_ERROR(explained(take_snapshot(/*save=*/true)));
   if (device_) KTG_RETURN_IF_ERROR(explained(settle_snapshot(/*wait=*/true)));
   KTG_RETURN_IF_ERROR(explained(environment_.link->await_snapshots(Deadline::never())));
   return RunOutcome::kStopRequested;

@@ -112,6 +112,8 @@ Status TrainerImpl::take_state(const Verdict& verdict) {
       return load_checkpoint(verdict.checkpoint_dir, verdict.committed_step);
     case StateSource::kSurvivors:
       return join_survivors(verdict);
+    case StateSource::kSnapshots:
+      return restore_snapshot(verdict.committed_step);
   }
   return internal_error("a verdict of unknown source");
 }
@@ -171,6 +173,28 @@ Status TrainerImpl::load_checkpoint(const std::string& dir, int64_t step) {
     }
   }
   return environment_.link->publish("log", message);
+}
+
+// Back to what this rank's agent holds in memory.
+Status TrainerImpl::restore_snapshot(int64_t step) {
+  const WorkerLink::HeldSnapshot held = environment_.link->held_snapshot(step);
+  if (held.slot < 0) return data_loss(fmt::format("the snapshot of step {} is not in memory any more", step));
+  runtime::TrainState& s = state();
+  const auto* from = static_cast<const float*>(snapshot_slots_.at(held.slot));
+  for (float* const part : {s.weights, s.m, s.v}) {
+    const int64_t bytes = state_layout_.slot_length * static_cast<int64_t>(sizeof(float));
+    KTG_RETURN_IF_ERROR(backend_->copy(part + state_layout_.slot_begin, from, bytes, *stream_));
+    from += state_layout_.slot_length;
+  }
+  KTG_RETURN_IF_ERROR(stream_->synchronize(collective_deadline()));
+  KTG_RETURN_IF_ERROR(parallel_->weights_changed(*stream_));
+  const SnapshotNotes& notes = snapshot_notes(snapshot_slots_.at(held.slot), plan_);
+  s.step = step;
+  s.cursor = held.cursor;
+  last_vote_ = notes.vote;
+  skipped_steps_ = notes.skipped_steps;
+  environment_.link->updated(step);
+  return ok_status();
 }
 
 // Survivors keep their memory. Those that still hold the reduced gradient of the committed step make its update; ranks

@@ -33,6 +33,7 @@ struct DeviceStep {
   struct Snapshot {
     int64_t step, cursor;
     int slot;
+    bool save;
   };
 
   // Ids of the rank's share of a step, inputs then targets. A step's are staged while its predecessor runs.
@@ -125,10 +126,12 @@ class TrainerImpl final : public Trainer {
   Status take_state(const Verdict& verdict);
   Status start_fresh();
   Status load_checkpoint(const std::string& dir, int64_t step);
+  Status restore_snapshot(int64_t step);
   Status join_survivors(const Verdict& verdict);
   Status share_state(uint64_t joining_ranks, int source_rank);
 
-  Status take_snapshot();
+  // save: for a checkpoint; otherwise for the agent's memory alone.
+  Status take_snapshot(bool save);
   Status begin_device_snapshot();
   Result<runtime::Buffer> pin_slots() const;
   Result<runtime::LossSums> batch_loss(runtime::UnitAccess& weights, int64_t first, int64_t count);
@@ -143,7 +146,8 @@ class TrainerImpl final : public Trainer {
   Status write_trace(int64_t step);
   std::string summary(const std::string& sha256) const;
 
-  bool snapshot_due(int64_t step) const;
+  bool save_due(int64_t step) const;
+  bool held_in_memory(int64_t step) const;
   bool validation_due(int64_t step) const;
   double lr(int64_t step) const;
   Deadline collective_deadline() const { return Deadline::after(std::chrono::milliseconds(config_.comm.timeout_ms)); }

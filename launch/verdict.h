@@ -18,17 +18,22 @@ struct VoteOutcome {
 
 // A worker's progress, kept in its page where its agent can read it whatever happens to the worker.
 // After each change: updated_step <= reduced_step <= updated_step + 1. -1: no valid state yet.
+inline constexpr int kMaxSnapshotSlots = 4;
+
 struct Progress {
   int64_t begun_step = 0;     // the step whose fetch has begun
   int64_t reduced_step = -1;  // last step whose vote this rank has left: its gradients are complete here
   int64_t updated_step = -1;  // last step whose update is complete here: the state is of this step
   VoteOutcome vote;           // of reduced_step
+  // Steps of which its agent's memory holds this rank's whole part of the state: it outlives the worker. -1: none.
+  int64_t held_steps[kMaxSnapshotSlots] = {-1, -1, -1, -1};
 };
 
 enum class StateSource : int32_t {
   kFresh = 0,       // initialise: step 0
   kSurvivors = 1,   // survivors keep theirs, `source_rank` gives it to those who have none
   kCheckpoint = 2,  // everyone loads checkpoint_step from disk
+  kSnapshots = 3,   // everyone goes back to committed_step as its own agent's memory holds it
 };
 
 // The decision of one generation.

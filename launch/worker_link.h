@@ -52,10 +52,17 @@ class WorkerLink {
   // Set by a signal to the agents: finish the step, save, leave. The vote spreads it to all ranks.
   virtual bool stop_requested() const = 0;
 
-  // Checkpoints. A slot of the segment that no writer reads, or -1 while all are busy.
-  virtual int free_snapshot_slot() = 0;
-  // The slot holds this rank's shard of `step`; the agent's writer takes it from here, and training goes on.
-  virtual Status snapshot_ready(int64_t step, int64_t cursor, int slot) = 0;
+  // Snapshots. A slot of the segment that no writer reads, or -1 while all are busy. What it held counts no longer.
+  // keep_newest: the newest complete snapshot stays, because all ranks may have to go back to it.
+  virtual int free_snapshot_slot(bool keep_newest) = 0;
+  // The slot holds this rank's part of the state of `step`. save: the agent's writer takes it from here, and training
+  // goes on. Otherwise it is for memory alone.
+  virtual Status snapshot_ready(int64_t step, int64_t cursor, int slot, bool save) = 0;
+  struct HeldSnapshot {
+    int slot = -1;  // -1: that step is not held
+    int64_t cursor = 0;
+  };
+  virtual HeldSnapshot held_snapshot(int64_t step) const = 0;
   // Waits until every snapshot handed over is durable (or has failed: that status).
   virtual Status await_snapshots(Deadline deadline) = 0;
 

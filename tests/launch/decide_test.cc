@@ -216,6 +216,107 @@ TEST(DecideTest, ADeathDuringTheFirstInitialisationCopiesFromThoseWhoHaveIt) {
   EXPECT_EQ(d.verdict.joining_ranks, 0b010u);
 }
 
+Progress holding(Progress p, std::vector<int64_t> steps) {
+  std::copy(steps.begin(), steps.end(), std::begin(p.held_steps));
+  return p;
+}
+
+// zero1 to zero3 over all ranks: nobody holds what another one holds.
+Result<Decision> decide_sharded(const std::vector<Progress>& ranks, const std::vector<uint64_t>& holders,
+                                CheckpointRef checkpoint = {}, StatePolicy policy = StatePolicy::kAuto) {
+  return decide({.generation = 2,
+                 .ranks = ranks,
+                 .last = last_verdict(1, 0),
+                 .checkpoint = checkpoint,
+                 .holders = holders,
+                 .snapshots = true,
+                 .policy = policy});
+}
+const std::vector<uint64_t> kAlone{0b001, 0b010, 0b100};
+// shard = 2, replicate = 2: ranks 0 and 2 hold the same, and 1 and 3.
+const std::vector<uint64_t> kHybrid{0b0101, 0b1010, 0b0101, 0b1010};
+
+TEST(DecideTest, ALostShardSendsAllBackToTheNewestStepThatEveryAgentHolds) {
+  const Decision d =
+      decide_sharded({holding(in_step(28), {10, 20}), holding(lost(), {20, 10}), holding(in_step(28), {20, -1})},
+                     kAlone, {.step = 15, .dir = "/c"})
+          .value();
+  EXPECT_EQ(d.verdict.source, StateSource::kSnapshots);
+  EXPECT_EQ(d.verdict.committed_step, 20);
+  EXPECT_EQ(d.verdict.joining_ranks, 0u);
+  EXPECT_EQ(d.steps_lost, 7);
+  EXPECT_THAT(d.reason, HasSubstr("the state of rank 1 is held by nobody else"));
+  EXPECT_THAT(d.reason, HasSubstr("steps 21 to 27 are run again"));
+}
+
+TEST(DecideTest, ASnapshotThatOneRankHadNotFinishedIsNotGoneBackTo) {
+  // Rank 1 died while it filled the slot of step 20, which held step 0 before.
+  const Decision d =
+      decide_sharded({holding(updated(20), {10, 20}), holding(lost(), {10}), holding(updated(20), {20, 10})}, kAlone)
+          .value();
+  EXPECT_EQ(d.verdict.committed_step, 10);
+  EXPECT_EQ(d.steps_lost, 10);
+}
+
+TEST(DecideTest, ANewerCheckpointIsTakenBeforeOlderSnapshots) {
+  const Decision d = decide_sharded({holding(in_step(28), {10}), holding(lost(), {10}), holding(in_step(28), {10})},
+                                    kAlone, {.step = 25, .dir = "/c"})
+                         .value();
+  EXPECT_EQ(d.verdict.source, StateSource::kCheckpoint);
+  EXPECT_EQ(d.verdict.committed_step, 25);
+}
+
+TEST(DecideTest, WithoutACommonSnapshotACheckpointServesAndWithoutThatStepZero) {
+  const std::vector<Progress> ranks{holding(in_step(28), {20}), lost(), holding(in_step(28), {20})};
+  EXPECT_EQ(decide_sharded(ranks, kAlone, {.step = 5, .dir = "/c"})->verdict.source, StateSource::kCheckpoint);
+  EXPECT_EQ(decide_sharded(ranks, kAlone)->verdict.source, StateSource::kFresh);
+}
+
+TEST(DecideTest, AllWorkersOfAShardedRunMayDieAtOnce) {
+  const std::vector<Progress> ranks{holding(lost(), {20}), holding(lost(), {20}), holding(lost(), {20})};
+  const Decision d = decide_sharded(ranks, kAlone).value();
+  EXPECT_EQ(d.verdict.source, StateSource::kSnapshots);
+  EXPECT_EQ(d.verdict.committed_step, 20);
+}
+
+TEST(DecideTest, ShardedRanksThatAllLiveKeepWhatTheyHave) {
+  const Decision d = decide_sharded({in_step(7), left_vote(7), updated(7)}, kAlone).value();
+  EXPECT_EQ(d.verdict.source, StateSource::kSurvivors);
+  EXPECT_EQ(d.verdict.committed_step, 7);
+  EXPECT_EQ(d.steps_lost, 0);
+}
+
+TEST(DecideTest, AReplicaOfTheShardSparesTheSurvivors) {
+  const Decision d = decide_sharded({in_step(7), left_vote(7), lost(), holding(in_step(7), {5})}, kHybrid).value();
+  EXPECT_EQ(d.verdict.source, StateSource::kSurvivors);
+  EXPECT_EQ(d.verdict.committed_step, 7);
+  EXPECT_EQ(d.verdict.joining_ranks, 0b0100u);
+  EXPECT_EQ(d.steps_lost, 0);
+}
+
+TEST(DecideTest, TwoRanksOfDifferentShardsMayDieInAHybridRun) {
+  EXPECT_EQ(decide_sharded({in_step(7), lost(), lost(), in_step(7)}, kHybrid)->verdict.source, StateSource::kSurvivors);
+}
+
+TEST(DecideTest, BothHoldersOfAShardDyingSendsTheHybridRunBack) {
+  const Decision d =
+      decide_sharded({holding(lost(), {5}), holding(in_step(7), {5}), holding(lost(), {5}), holding(in_step(7), {5})},
+                     kHybrid)
+          .value();
+  EXPECT_EQ(d.verdict.source, StateSource::kSnapshots);
+  EXPECT_EQ(d.verdict.committed_step, 5);
+  EXPECT_THAT(d.reason, HasSubstr("ranks 0, 2"));
+}
+
+TEST(DecideTest, ThePoliciesLimitWhereALostShardComesFrom) {
+  const std::vector<Progress> ranks{holding(in_step(28), {20}), holding(lost(), {20}), holding(in_step(28), {20})};
+  const CheckpointRef checkpoint{.step = 5, .dir = "/c"};
+  EXPECT_EQ(decide_sharded(ranks, kAlone, checkpoint, StatePolicy::kCheckpoint)->verdict.source,
+            StateSource::kCheckpoint);
+  EXPECT_EQ(decide_sharded(ranks, kAlone, checkpoint, StatePolicy::kPeer).status().code(),
+            StatusCode::kFailedPrecondition);
+}
+
 // Every combination of 3 ranks' situations around steps 4 and 5 keeps the rules of the protocol.
 TEST(DecideTest, EveryReachableCombinationKeepsTheRules) {
   const std::vector<Progress> situations{lost(), in_step(5), left_vote(5), updated(5), in_step(6)};

@@ -99,9 +99,26 @@ class TrainingJob::Link final : public WorkerLink {
     return first;
   }
   bool stop_requested() const override { return stop_requested_; }
-  int free_snapshot_slot() override { return slot_ = (slot_ + 1) % static_cast<int>(slots_.size()); }
-  Status snapshot_ready(int64_t step, int64_t cursor, int slot) override {
-    return job_.snapshot_ready(rank_, step, cursor, slots_.at(slot));
+  int free_snapshot_slot(bool) override { return slot_ = (slot_ + 1) % static_cast<int>(slots_.size()); }
+  Status snapshot_ready(int64_t step, int64_t cursor, int slot, bool save) override {
+    const auto* bytes = static_cast<const uint8_t*>(slots_.at(slot));
+    {
+      const std::scoped_lock lock(job_.mutex_);
+      const int64_t size = plan_memory(job_.config_, job_.world_size_).snapshot_slot_bytes;
+      if (held_.size() == 2) held_.erase(held_.begin());
+      held_[step] = {cursor, std::vector<uint8_t>(bytes, bytes + size)};
+      progress_.held_steps[0] = held_.begin()->first;
+      progress_.held_steps[1] = held_.rbegin()->first;
+    }
+    return save ? job_.snapshot_ready(rank_, step, cursor, slots_.at(slot)) : ok_status();
+  }
+  // The rank's memory goes with it here, and what was held comes back into the next one's.
+  HeldSnapshot held_snapshot(int64_t step) const override {
+    const std::scoped_lock lock(job_.mutex_);
+    const auto held = held_.find(step);
+    if (held == held_.end()) return {};
+    std::copy(held->second.bytes.begin(), held->second.bytes.end(), static_cast<uint8_t*>(slots_.front()));
+    return {.slot = 0, .cursor = held->second.cursor};
   }
   Status await_snapshots(Deadline) override { return ok_status(); }
   Status publish(std::string_view topic, std::string_view payload) override {
@@ -120,6 +137,11 @@ class TrainingJob::Link final : public WorkerLink {
   TrainingJob& job_;
   const int rank_;
   int slot_ = 0;
+  struct Held {
+    int64_t cursor;
+    std::vector<uint8_t> bytes;
+  };
+  std::map<int64_t, Held> held_;  // as the agent's memory would
   std::atomic<bool> stop_requested_{false};
 };
 
@@ -202,7 +224,10 @@ void TrainingJob::rank_main(int rank) {
 
 void TrainingJob::died(int rank) {
   const std::scoped_lock lock(mutex_);
-  links_[rank]->progress_ = Progress();
+  Progress& progress = links_[rank]->progress_;
+  Progress lost;
+  std::copy(std::begin(progress.held_steps), std::end(progress.held_steps), std::begin(lost.held_steps));
+  progress = lost;
   links_[rank]->slots_.clear();
   stop_word_ = verdict_.generation + 1;
   changed_.notify_all();
@@ -222,10 +247,13 @@ Result<Verdict> TrainingJob::await_verdict(int rank, int64_t generation) {
 void TrainingJob::begin_next_generation() {
   std::vector<Progress> progress;
   for (const auto& link : links_) progress.push_back(link->progress_);
+  const std::vector<uint64_t> holders = state_holders(config_, world_size_);
   const DecisionView view{.generation = verdict_.generation + 1,
                           .ranks = progress,
                           .last = verdict_,
                           .checkpoint = resume_,
+                          .holders = holders,
+                          .snapshots = slots_hold_state(config_),
                           .policy = parse_state_policy(config_.recovery.source).value()};
   const Result<Decision> decision = decide(view);
   ASSERT_TRUE(decision.ok()) << decision.status().to_string();

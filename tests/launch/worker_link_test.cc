@@ -174,13 +174,13 @@ TEST_F(WorkerLinkTest, AFaultIsClaimedOnceInTheJobWhoeverAsks) {
 
 TEST_F(WorkerLinkTest, SnapshotSlotsAreHandedOverAndWaitedFor) {
   enter(1);
-  const int first = link_->free_snapshot_slot();
-  ASSERT_TRUE(link_->snapshot_ready(10, 320, first).ok());
+  const int first = link_->free_snapshot_slot(/*keep_newest=*/false);
+  ASSERT_TRUE(link_->snapshot_ready(10, 320, first, /*save=*/true).ok());
   EXPECT_EQ(next().type, MessageType::kSnapshot);
-  const int second = link_->free_snapshot_slot();
+  const int second = link_->free_snapshot_slot(/*keep_newest=*/false);
   EXPECT_NE(second, first);
-  ASSERT_TRUE(link_->snapshot_ready(20, 640, second).ok());
-  EXPECT_EQ(link_->free_snapshot_slot(), -1);
+  ASSERT_TRUE(link_->snapshot_ready(20, 640, second, /*save=*/true).ok());
+  EXPECT_EQ(link_->free_snapshot_slot(/*keep_newest=*/false), -1);
   EXPECT_EQ(link_->await_snapshots(Deadline::after(milliseconds(1))).code(), StatusCode::kDeadlineExceeded);
   page_->settled_sequence = 2;
   futex_signal(page_->snapshot_word);
@@ -190,9 +190,38 @@ TEST_F(WorkerLinkTest, SnapshotSlotsAreHandedOverAndWaitedFor) {
   EXPECT_EQ(link_->await_snapshots(soon()).message(), "no space");
 }
 
+TEST_F(WorkerLinkTest, TheNewestSnapshotInMemoryIsKeptUntilANewerOneIsComplete) {
+  enter(1);
+  const auto held = [&](int64_t step) { return link_->held_snapshot(step).slot; };
+  const int a = link_->free_snapshot_slot(true);
+  ASSERT_TRUE(link_->snapshot_ready(10, 100, a, /*save=*/false).ok());
+  EXPECT_EQ(held(10), a);
+  EXPECT_EQ(link_->held_snapshot(10).cursor, 100);
+  const int b = link_->free_snapshot_slot(true);
+  EXPECT_NE(a, b);
+  EXPECT_EQ(held(10), a) << "while the other is filled";
+  ASSERT_TRUE(link_->snapshot_ready(20, 200, b, /*save=*/true).ok());
+  EXPECT_EQ(held(10), a);
+  EXPECT_EQ(link_->free_snapshot_slot(true), a);
+  EXPECT_EQ(held(10), -1) << "it may be half overwritten from here on";
+  EXPECT_EQ(held(20), b);
+  const Progress progress = page_->progress(kSlot);
+  EXPECT_NE(std::find(std::begin(progress.held_steps), std::end(progress.held_steps), 20),
+            std::end(progress.held_steps));
+}
+
+TEST_F(WorkerLinkTest, SnapshotsOfAnAbandonedFutureAreForgotten) {
+  enter(1);
+  ASSERT_TRUE(link_->snapshot_ready(10, 100, 0, /*save=*/false).ok());
+  ASSERT_TRUE(link_->snapshot_ready(20, 200, 1, /*save=*/false).ok());
+  enter(2, StateSource::kSnapshots, 10);
+  EXPECT_EQ(link_->held_snapshot(10).slot, 0);
+  EXPECT_EQ(link_->held_snapshot(20).slot, -1);
+}
+
 TEST_F(WorkerLinkTest, WaitingForSnapshotsEndsWithTheGeneration) {
   enter(1);
-  ASSERT_TRUE(link_->snapshot_ready(10, 320, 0).ok());
+  ASSERT_TRUE(link_->snapshot_ready(10, 320, 0, /*save=*/true).ok());
   auto waiting = std::async(std::launch::async, [&] { return link_->await_snapshots(Deadline::never()); });
   page_->stop_generations_below(2);
   EXPECT_EQ(waiting.get().code(), StatusCode::kAborted);
