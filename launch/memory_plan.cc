@@ -6,6 +6,7 @@
 
 #include "comm/nccl/nccl_environment.h"
 #include "parallel/data_parallel.h"
+#include "parallel/fully_sharded.h"
 #include "parallel/state_memory.h"
 #include "runtime/cuda/cuda_backend.h"
 #include "runtime/model/transformer.h"
@@ -98,7 +99,8 @@ MemoryPlan plan_memory(const RunConfig& config, int world_size, const runtime::B
   plan.items.push_back({"moments", memory.moments_bytes, state});
   plan.items.push_back({"gradients", memory.gradients_bytes, state});
   plan.items.push_back({"vote", memory.vote_bytes, state});
-  if (memory.compute_copy_bytes > 0 && whole) plan.items.push_back({"compute copy", memory.compute_copy_bytes, mine});
+  const char* const read_by_kernels = config.parallelism.sharded() ? "gathered" : "compute copy";
+  if (memory.compute_copy_bytes > 0 && whole) plan.items.push_back({read_by_kernels, memory.compute_copy_bytes, mine});
 
   const StepTokens tokens = step_tokens(config, world_size);
   const int64_t batch_bytes = 2 * tokens.step * int64_t{sizeof(int32_t)};
@@ -112,7 +114,14 @@ MemoryPlan plan_memory(const RunConfig& config, int world_size, const runtime::B
   if (device) {
     plan.items.push_back({"staged batches", 2 * batch_bytes, Place::kHost});
     if (whole) {
-      plan.items.push_back({"scalars", parallel::DataParallel::device_bytes(table, tokens.num_micro_steps), mine});
+      const int64_t scalars =
+          config.parallelism.sharded()
+              ? parallel::FullySharded::device_bytes(table, {.config = config.parallelism,
+                                                             .dtype = config.dtype(),
+                                                             .world_size = world_size,
+                                                             .num_micro_steps = tokens.num_micro_steps})
+              : parallel::DataParallel::device_bytes(table, tokens.num_micro_steps);
+      plan.items.push_back({"scalars", scalars, mine});
       plan.items.push_back({"libraries", backend->library_bytes(), mine});
       const comm::NcclPlace place{
           .rank = 0, .ranks_on_host = world_size, .gpus_on_host = runtime::count_cuda_devices().count};

@@ -4,6 +4,7 @@
 
 #include <filesystem>
 
+#include "parallel/mesh.h"
 #include "runtime/base/file_system.h"
 #include "runtime/cuda/cuda_backend.h"
 #include "runtime/data/tokenizer.h"

@@ -1,5 +1,6 @@
 #include "launch/state_layout.h"
 
+#include "parallel/communicator_groups.h"
 #include "parallel/layout/unit_shards.h"
 #include "parallel/mesh.h"
 #include "runtime/base/check.h"
@@ -35,7 +36,7 @@ StateLayout state_layout(const RunConfig& config, const runtime::ParamTable& tab
   return layout;
 }
 
-bool slots_hold_state(const RunConfig& config) { return config.parallelism.mode != "ddp"; }
+bool slots_hold_state(const RunConfig& config) { return config.parallelism.sharded(); }
 
 std::vector<uint64_t> state_holders(const RunConfig& config, int world_size) {
   std::vector<uint64_t> holders;
@@ -46,6 +47,10 @@ std::vector<uint64_t> state_holders(const RunConfig& config, int world_size) {
     for (const int other : mesh.group(r, parallel::kReplicateAxis)) holders.back() |= uint64_t{1} << other;
   }
   return holders;
+}
+
+int num_channels(const RunConfig& config, int world_size) {
+  return parallel::num_channels(mesh_of(config, world_size));
 }
 
 std::vector<std::vector<runtime::StateRange>> state_cover(const RunConfig& config, const runtime::ParamTable& table,

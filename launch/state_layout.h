@@ -30,6 +30,8 @@ StateLayout state_layout(const RunConfig& config, const runtime::ParamTable& tab
 bool slots_hold_state(const RunConfig& config);
 // Which ranks hold the same state as each, itself included (bit r: rank r); empty: all do.
 std::vector<uint64_t> state_holders(const RunConfig& config, int world_size);
+// Channels that a rank's segment must have.
+int num_channels(const RunConfig& config, int world_size);
 // What every rank brings, by rank.
 std::vector<std::vector<runtime::StateRange>> state_cover(const RunConfig& config, const runtime::ParamTable& table,
                                                           int world_size);

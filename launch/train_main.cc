@@ -38,6 +38,13 @@ Result<AgentConfig> configure(const TrainOptions& options, int world_size) {
   KTG_RETURN_IF_ERROR(config.resolve_device());
   KTG_RETURN_IF_ERROR(config.validate(world_size));
   if (config.on_cuda() && world_size > 1) KTG_RETURN_IF_ERROR(comm::check_nccl_config(config.comm));
+  if (config.on_cuda() && world_size > 1 && config.parallelism.sharded()) {
+    return invalid_argument(
+        fmt::format("parallelism.mode = \"{}\": {} ranks on GPUs train with \"ddp\" in this version; one rank, or "
+                    "device = \"cpu\", "
+                    "takes every mode",
+                    config.parallelism.mode, world_size));
+  }
   if (config.fault.kill.size() > kMaxFaultEntries) {
     return invalid_argument(
         fmt::format("fault.kill: {} entries, at most {}", config.fault.kill.size(), kMaxFaultEntries));
@@ -50,6 +57,7 @@ Result<AgentConfig> configure(const TrainOptions& options, int world_size) {
   agent.heap_bytes = plan.heap_bytes();
   agent.reserve_heap = !config.on_cuda();  // on a GPU the state itself lies elsewhere
   agent.num_snapshot_slots = plan.num_snapshot_slots;
+  agent.num_channels = num_channels(config, world_size);
   agent.spares = config.recovery.spares;
   KTG_ASSIGN_OR_RETURN(agent.policy.source, parse_state_policy(config.recovery.source));
   agent.policy.max_restarts = config.recovery.max_restarts;
@@ -107,8 +115,8 @@ Result<JobOpening> open_job(const TrainOptions& options, const AgentConfig& agen
 }
 
 Result<UniqueFd> create_segment(const AgentConfig& config, int rank, int world_size) {
-  KTG_ASSIGN_OR_RETURN(const int fd,
-                       comm::SharedSegment::create_fd(config.heap_bytes, world_size, rank, config.reserve_heap));
+  KTG_ASSIGN_OR_RETURN(const int fd, comm::SharedSegment::create_fd(config.heap_bytes, world_size, rank,
+                                                                    config.reserve_heap, config.num_channels));
   return UniqueFd(fd);
 }
 

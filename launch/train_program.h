@@ -25,6 +25,7 @@ struct AgentConfig {
   int64_t heap_bytes = 0;    // of each rank's shared segment
   bool reserve_heap = true;  // its pages now, not when they are first touched
   int num_snapshot_slots = 0;
+  int num_channels = 1;  // of a rank's segment
   int64_t spares = 1;
   SupervisorPolicy policy;
 };

@@ -34,9 +34,10 @@ void touch_pages(const void* data, int64_t size_bytes) {
 void use_segments(WorkerEnvironment& environment, std::vector<comm::SharedSegment*> segments,
                   const comm::CommConfig& config) {
   environment.heap = segments.at(environment.rank);
-  environment.create_communicator = [segments = std::move(segments), config](const comm::Membership& membership,
-                                                                             StopToken stop) {
-    return comm::create_host_communicator(membership, segments, config, stop);
+  environment.create_communicators = [segments = std::move(segments), config](const comm::Membership& membership,
+                                                                              std::span<const comm::Group> groups,
+                                                                              StopToken stop) {
+    return comm::create_host_communicators(membership, segments, groups, config, stop);
   };
 }
 
@@ -82,6 +83,38 @@ Result<std::shared_ptr<runtime::Backend>> create_backend(const RunConfig& config
 }
 
 }  // namespace
+
+Status TrainerImpl::create_parallel_mode(comm::SymmetricHeap& heap) {
+  const runtime::ParamTable& table = model_->params();
+  if (config_.parallelism.sharded()) {
+    KTG_ASSIGN_OR_RETURN(parallel_, parallel::FullySharded::create(table,
+                                                                   {.config = config_.parallelism,
+                                                                    .dtype = config_.dtype(),
+                                                                    .rank = environment_.rank,
+                                                                    .world_size = environment_.world_size,
+                                                                    .num_micro_steps = layout_.num_micro_steps,
+                                                                    .overlap = config_.comm.overlap},
+                                                                   *backend_, heap, *stream_));
+    return ok_status();
+  }
+  KTG_ASSIGN_OR_RETURN(std::unique_ptr<parallel::DataParallel> ddp,
+                       parallel::DataParallel::create(table,
+                                                      {.config = config_.parallelism,
+                                                       .dtype = config_.dtype(),
+                                                       .rank = environment_.rank,
+                                                       .world_size = environment_.world_size,
+                                                       .num_micro_steps = layout_.num_micro_steps,
+                                                       .overlap = config_.comm.overlap,
+                                                       .first_bucket_bytes = config_.comm.first_bucket_bytes,
+                                                       .bucket_bytes = config_.comm.bucket_bytes},
+                                                      *backend_, heap, *stream_));
+  exchange_note_ = fmt::format(
+      "gradients are summed in {} buckets of at most {} bytes, the first of at most {}; {} collectives are queued at a "
+      "time\n",
+      ddp->buckets().size(), config_.comm.bucket_bytes, config_.comm.first_bucket_bytes, config_.comm.max_queued);
+  parallel_ = std::move(ddp);
+  return ok_status();
+}
 
 Status TrainerImpl::build() {
   const TrainingConfig& training = config_.training;
@@ -134,16 +167,7 @@ Status TrainerImpl::build() {
   comm::SymmetricHeap& state_heap = !device                              ? heap
                                     : environment_.state_heap != nullptr ? *environment_.state_heap
                                                                          : *own_state_heap_;
-  KTG_ASSIGN_OR_RETURN(parallel_, parallel::DataParallel::create(model_->params(),
-                                                                 {.config = config_.parallelism,
-                                                                  .dtype = config_.dtype(),
-                                                                  .rank = environment_.rank,
-                                                                  .world_size = environment_.world_size,
-                                                                  .num_micro_steps = layout_.num_micro_steps,
-                                                                  .overlap = config_.comm.overlap,
-                                                                  .first_bucket_bytes = config_.comm.first_bucket_bytes,
-                                                                  .bucket_bytes = config_.comm.bucket_bytes},
-                                                                 *backend_, state_heap, *stream_));
+  KTG_RETURN_IF_ERROR(create_parallel_mode(state_heap));
   parallel_->set_probe([this](parallel::StepPoint point) {
     switch (point) {
       case parallel::StepPoint::kForward:
@@ -159,18 +183,16 @@ Status TrainerImpl::build() {
     return ok_status();
   });
   if (!device) {
-    for (const float* part : {static_cast<const float*>(state().weights), static_cast<const float*>(state().m),
-                              static_cast<const float*>(state().v), parallel_->gradient()}) {
-      touch_pages(part, state().length * static_cast<int64_t>(sizeof(float)));
-    }
-    const int64_t share = layout_.share();
+    touch_pages(heap.data(), heap.used_bytes());
+    // A rank without samples in a step still takes part in validation.
+    const int64_t share = std::max(layout_.share(), layout_.micro_batch);
     inputs_.assign(share * training.seq_len, 0);
     targets_.assign(share * training.seq_len, 0);
     losses_.assign(layout_.num_busy_micro_steps, {});
   } else {
     KTG_RETURN_IF_ERROR(build_device());
     // Runs that save nothing before their end pin at their end, and start sooner.
-    if (config_.checkpoint.every > 0) {
+    if (plan_.num_snapshot_slots > 1) {
       device_->pinning = std::async(std::launch::async, [this]() -> Result<runtime::Buffer> {
         const int64_t bytes = static_cast<int64_t>(snapshot_slots_.size()) * plan_.snapshot_slot_bytes;
         touch_pages(snapshot_slots_.front(), bytes);  // outside the driver, where nobody waits for it

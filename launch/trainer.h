@@ -12,6 +12,7 @@
 
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -41,13 +42,16 @@ struct WorkerEnvironment {
   // This rank's heap. A live worker of the same rank may be using it while a spare is created, so create() maps and
   // touches it but writes nothing. At least plan_memory().heap_bytes().
   comm::SymmetricHeap* heap = nullptr;
-  std::function<Result<std::unique_ptr<comm::Communicator>>(const comm::Membership&, StopToken)> create_communicator;
+  // One communicator for each group, in their order; the first is of all ranks.
+  std::function<Result<std::vector<std::unique_ptr<comm::Communicator>>>(const comm::Membership&,
+                                                                         std::span<const comm::Group>, StopToken)>
+      create_communicators;
 
   // On a GPU. Weights, moments, gradients and the vote's records lie here, at least plan_memory().state_heap_bytes();
   // null: memory of the trainer's own. On the CPU they lie in `heap`, and this is not looked at.
   comm::SymmetricHeap* state_heap = nullptr;
   // Collectives over device memory, on the streams they are given, among the members of `control`, which is
-  // create_communicator's and then carries host memory only; it outlives the new one.
+  // create_communicators' first and then carries host memory only; it outlives the new one.
   // Null at one rank, which talks to nobody. `before_abort` shuts the gate through which updates go: whoever aborts
   // work in flight on the device, for whatever reason, calls it first, from any thread.
   std::function<Result<std::unique_ptr<comm::Communicator>>(comm::Communicator& control, StopToken,
@@ -55,7 +59,7 @@ struct WorkerEnvironment {
       create_device_communicator;
 };
 
-// Fills in heap and create_communicator: processes of one machine, segments[r] is rank r's. A job of one rank has one,
+// Fills in heap and create_communicators: processes of one machine, segments[r] is rank r's. A job of one rank has one,
 // too.
 void use_segments(WorkerEnvironment& environment, std::vector<comm::SharedSegment*> segments,
                   const comm::CommConfig& config);

@@ -84,7 +84,7 @@ Status TrainerImpl::queue_step(int64_t step) {
   KTG_RETURN_IF_ERROR(parallel_->device_vote().upload(step_inputs(step), *stream_));
   parallel_->begin_step(layout_);
   // The first step prepares what libraries prepare at their first call; deliberate deaths strike between operations.
-  if (!config_.training.cuda_graphs || d.eager_steps == 0 || faults_.any_at(step)) {
+  if (!config_.training.cuda_graphs || !parallel_->can_replay() || d.eager_steps == 0 || faults_.any_at(step)) {
     ++d.eager_steps;
     return queue_operations();
   }

@@ -215,14 +215,17 @@ Result<double> TrainerImpl::validation_loss() {
   const int64_t most = (batches + environment_.world_size - 1) / environment_.world_size;
   std::vector<runtime::LossSums> sums(environment_.world_size * most);
   runtime::LossSums* mine = &sums[environment_.rank * most];
-  runtime::FlatUnitAccess weights(model_->params(), state().weights, parallel_->compute_weights(), nullptr,
-                                  config_.dtype());
   const int64_t begin = share_begin(batches, environment_.rank, environment_.world_size);
   const int64_t end = share_begin(batches, environment_.rank + 1, environment_.world_size);
-  for (int64_t b = begin; b < end; ++b) {
+  for (int64_t b = begin; b < begin + most; ++b) {
     environment_.link->alive();
+    if (b >= end) {
+      KTG_RETURN_IF_ERROR(parallel_->idle_forward(*stream_));
+      continue;
+    }
+    parallel_->begin_forward();
     const int64_t count = std::min(B, samples - b * B);
-    KTG_ASSIGN_OR_RETURN(mine[b - begin], batch_loss(weights, b * B, count));
+    KTG_ASSIGN_OR_RETURN(mine[b - begin], batch_loss(*parallel_, b * B, count));
   }
   KTG_ASSIGN_OR_RETURN(const comm::WorkPtr work,
                        communicator_->all_gather(sums.data(), mine, most * sizeof(runtime::LossSums), *stream_));

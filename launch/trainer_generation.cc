@@ -1,6 +1,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "launch/trainer_impl.h"
@@ -50,15 +52,20 @@ Status TrainerImpl::enter_generation(const Verdict& verdict) {
 Status TrainerImpl::enter(const Verdict& verdict) {
   parallel_->set_communicators({});
   device_communicator_.reset();
-  communicator_.reset();
+  communicator_ = nullptr;
+  communicators_.clear();
+  KTG_ASSIGN_OR_RETURN(const parallel::Mesh mesh, parallel::Mesh::of_run(config_.parallelism, environment_.world_size));
+  std::vector<comm::Group> groups = parallel::communicator_groups(mesh, environment_.rank);
+  if (device_) groups.resize(1);  // the host's memory carries what all ranks have to tell each other
   KTG_ASSIGN_OR_RETURN(
-      communicator_,
-      environment_.create_communicator(
-          {.generation = generation_, .rank = environment_.rank, .world_size = environment_.world_size}, stop_));
+      communicators_, environment_.create_communicators(
+                          {.generation = generation_, .rank = environment_.rank, .world_size = environment_.world_size},
+                          groups, stop_));
+  communicator_ = communicators_.front().get();
   if (device_) {
     KTG_RETURN_IF_ERROR(join_devices());
   } else {
-    parallel_->set_communicators({.world = communicator_.get()});
+    parallel_->set_communicators(parallel::bind_communicators(communicators_));
   }
   environment_.link->entered(EntryMilestone::kCommunicator);
   if (device_) KTG_RETURN_IF_ERROR(share_tuning());
@@ -93,14 +100,7 @@ Status TrainerImpl::join_devices() {
   parallel_->set_communicators({.world = device_communicator_.get()});
   if (environment_.rank != 0 || std::exchange(plan_printed_, true)) return ok_status();
   std::string message = fmt::format("{}\n{}", backend_->description(), plan_.to_string());
-  if (device_communicator_) {
-    message += fmt::format(
-        "gradients are summed in {} buckets of at most {} bytes, the first of at most {}; {} collectives are queued at "
-        "a "
-        "time\n",
-        parallel_->buckets().size(), config_.comm.bucket_bytes, config_.comm.first_bucket_bytes,
-        config_.comm.max_queued);
-  }
+  if (device_communicator_) message += exchange_note_;
   return environment_.link->publish("log", message);
 }
 
@@ -121,9 +121,18 @@ Status TrainerImpl::take_state(const Verdict& verdict) {
 Status TrainerImpl::start_fresh() {
   runtime::TrainState& s = state();
   const auto seed = static_cast<uint64_t>(config_.training.seed);
-  KTG_RETURN_IF_ERROR(runtime::init_parameters(s.weights, model_->params(), seed, *backend_, *stream_));
-  for (float* const moments : {s.m, s.v}) {
-    KTG_RETURN_IF_ERROR(backend_->zero(moments, s.length * static_cast<int64_t>(sizeof(float)), *stream_));
+  if (!config_.parallelism.sharded()) {
+    KTG_RETURN_IF_ERROR(runtime::init_parameters(s.weights, model_->params(), seed, *backend_, *stream_));
+    for (float* const moments : {s.m, s.v}) {
+      KTG_RETURN_IF_ERROR(backend_->zero(moments, s.length * static_cast<int64_t>(sizeof(float)), *stream_));
+    }
+  } else {
+    KTG_RETURN_IF_ERROR(fill_state([&](float* weights, float* m, float* v, int64_t begin, int64_t count) {
+      runtime::init_parameters(weights, model_->params(), seed, begin, count);
+      std::fill_n(m, count, 0.0f);
+      std::fill_n(v, count, 0.0f);
+      return ok_status();
+    }));
   }
   KTG_RETURN_IF_ERROR(parallel_->weights_changed(*stream_, collective_deadline()));
   s.step = 0;
@@ -157,7 +166,11 @@ Status TrainerImpl::load_checkpoint(const std::string& dir, int64_t step) {
   environment_.link->updated(s.step);
   if (environment_.rank != 0) return ok_status();
 
-  std::string message = fmt::format("loaded step {} from {}", s.step, dir);
+  int64_t own = 0;
+  for (const runtime::StateRange& range : s.ranges) own += range.count;
+  std::string message = fmt::format(
+      "loaded step {} from {}: a rank reads {} of {} elements of weights and moments, {} KiB of a tensor at a time",
+      s.step, dir, own, model_->params().total_length(), checkpoint::kDigestBlockElements * 4 / 1024);
   if (const Result<RunConfig> then = RunConfig::parse(info.meta.config_toml, dir); then.ok()) {
     const std::vector<std::string> changes = changed_keys(config_, *then);
     if (!changes.empty()) message += fmt::format("; changed since: {}", fmt::join(changes, ", "));
@@ -187,7 +200,7 @@ Status TrainerImpl::restore_snapshot(int64_t step) {
     from += state_layout_.slot_length;
   }
   KTG_RETURN_IF_ERROR(stream_->synchronize(collective_deadline()));
-  KTG_RETURN_IF_ERROR(parallel_->weights_changed(*stream_));
+  KTG_RETURN_IF_ERROR(parallel_->weights_changed(*stream_, collective_deadline()));
   const SnapshotNotes& notes = snapshot_notes(snapshot_slots_.at(held.slot), plan_);
   s.step = step;
   s.cursor = held.cursor;
@@ -252,11 +265,14 @@ Status TrainerImpl::share_state(uint64_t joining_ranks, int source_rank) {
   KTG_RETURN_IF_ERROR(gathered->wait(collective_deadline()));
   std::vector<int> others;
   for (int r = 0; r < environment_.world_size; ++r) {
-    if (digests[r] != digests[source_rank]) others.push_back(r);
+    // Ranks that hold another shard have other bits.
+    const int first_holder = std::countr_zero(parallel_->holders_of(r));
+    if (digests[r] != digests[first_holder]) others.push_back(r);
   }
   // A wrong copy must not train on: this process is replaced, and the state is taken anew.
-  KTG_CHECK(others.empty()) << fmt::format("after step {} the state of ranks {} differs from that of rank {}", s.step,
-                                           fmt::join(others, ", "), source_rank);
+  KTG_CHECK(others.empty()) << fmt::format(
+      "after step {} the state of ranks {} differs from that of others who hold the same", s.step,
+      fmt::join(others, ", "));
   return ok_status();
 }
 

@@ -14,7 +14,9 @@
 #include "launch/step_report.h"
 #include "launch/step_tracer.h"
 #include "launch/trainer.h"
+#include "parallel/communicator_groups.h"
 #include "parallel/data_parallel.h"
+#include "parallel/fully_sharded.h"
 #include "runtime/model/transformer.h"
 #include "runtime/trace/timeline.h"
 
@@ -68,6 +70,8 @@ class TrainerImpl final : public Trainer {
 
  private:
   Result<RunOutcome> run_steps();
+  // What config.parallelism.mode says, its memory in `heap`.
+  Status create_parallel_mode(comm::SymmetricHeap& heap);
   // The step and its phases.
   Result<VoteOutcome> step(int64_t step);
   Status fetch(int64_t step);
@@ -169,7 +173,8 @@ class TrainerImpl final : public Trainer {
   std::unique_ptr<runtime::Arena> arena_;
   std::unique_ptr<runtime::Transformer> model_;
   std::unique_ptr<comm::SymmetricHeap> own_state_heap_;  // on a device, when the environment has none
-  std::unique_ptr<parallel::DataParallel> parallel_;
+  std::unique_ptr<parallel::ParallelMode> parallel_;
+  std::string exchange_note_;           // how gradients travel, for people
   std::unique_ptr<DeviceStep> device_;  // null on the CPU
   std::unique_ptr<runtime::TokenDataset> train_data_, validation_data_;
   std::vector<void*> snapshot_slots_;
@@ -179,8 +184,9 @@ class TrainerImpl final : public Trainer {
   // Of the generation.
   int64_t generation_ = -1;
   StopToken stop_;
-  std::unique_ptr<comm::Communicator> communicator_;         // of host memory
-  std::unique_ptr<comm::Communicator> device_communicator_;  // of device memory; null on the CPU and at one rank
+  std::vector<std::unique_ptr<comm::Communicator>> communicators_;  // of host memory; the first is of all ranks
+  comm::Communicator* communicator_ = nullptr;                      // that one
+  std::unique_ptr<comm::Communicator> device_communicator_;         // of device memory; null on the CPU and at one rank
   // A committed step that may not have been completed before the recovery; num_tokens 0: nobody knows its vote any
   // more.
   std::optional<VoteOutcome> owed_;

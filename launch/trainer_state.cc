@@ -68,15 +68,32 @@ Status TrainerImpl::in_pieces(int64_t n, int64_t piece, int64_t staged_elements,
 
 Status TrainerImpl::fill_state(const std::function<Status(float*, float*, float*, int64_t, int64_t)>& fill) {
   runtime::TrainState& s = state();
-  if (!device_) return fill(s.weights, s.m, s.v, 0, s.length);
-  return in_pieces(s.length, kPieceElements, 3 * kPieceElements, [&](Lane& lane, int64_t begin, int64_t count) {
-    auto* weights = lane.staging.as<float>();
-    float *const m = weights + kPieceElements, *const v = m + kPieceElements;
-    KTG_RETURN_IF_ERROR(fill(weights, m, v, begin, count));
-    KTG_RETURN_IF_ERROR(lane.move(*backend_, s.weights + begin, weights, count, collective_deadline()));
-    KTG_RETURN_IF_ERROR(lane.move(*backend_, s.m + begin, m, count, collective_deadline()));
-    return lane.move(*backend_, s.v + begin, v, count, collective_deadline());
-  });
+  // Padding between the ranges is zero.
+  if (config_.parallelism.sharded()) {
+    for (float* const part : {s.weights, s.m, s.v}) {
+      KTG_RETURN_IF_ERROR(backend_->zero(part, s.length * static_cast<int64_t>(sizeof(float)), *stream_));
+    }
+    KTG_RETURN_IF_ERROR(stream_->synchronize(collective_deadline()));
+  }
+  for (const runtime::StateRange& range : s.ranges) {
+    float *const to_weights = s.weights + range.local_begin, *const to_m = s.m + range.local_begin,
+                 *const to_v = s.v + range.local_begin;
+    if (!device_) {
+      KTG_RETURN_IF_ERROR(fill(to_weights, to_m, to_v, range.begin, range.count));
+      environment_.link->alive();
+      continue;
+    }
+    const auto body = [&](Lane& lane, int64_t begin, int64_t count) -> Status {
+      auto* weights = lane.staging.as<float>();
+      float *const m = weights + kPieceElements, *const v = m + kPieceElements;
+      KTG_RETURN_IF_ERROR(fill(weights, m, v, range.begin + begin, count));
+      KTG_RETURN_IF_ERROR(lane.move(*backend_, to_weights + begin, weights, count, collective_deadline()));
+      KTG_RETURN_IF_ERROR(lane.move(*backend_, to_m + begin, m, count, collective_deadline()));
+      return lane.move(*backend_, to_v + begin, v, count, collective_deadline());
+    };
+    KTG_RETURN_IF_ERROR(in_pieces(range.count, kPieceElements, 3 * kPieceElements, body));
+  }
+  return ok_status();
 }
 
 // The quick comparison of ranks: every bit of weights, moments, step and cursor, by the backend's own kernels.

@@ -17,7 +17,18 @@ Status ParallelConfig::validate() const {
 }
 
 void describe(ConfigTable& table, ParallelConfig& config) {
-  table.add("parallelism.mode", &config.mode, "ddp: every rank holds weights, gradients and moments whole", {"ddp"});
+  table.add("parallelism.mode", &config.mode,
+            "ddp: every rank holds weights, gradients and moments whole; zero1: moments and master weights are sharded; "
+            "zero2: gradients, too; zero3: all, and weights are gathered unit by unit",
+            {"ddp", "zero1", "zero2", "zero3"});
+  table.add("parallelism.shard", &config.shard,
+            "zero1 to zero3: ranks that hold the state together; 0: all, or what parallelism.replicate leaves");
+  table.add("parallelism.replicate", &config.replicate,
+            "groups of such ranks, each with the whole state (hybrid sharding); 0: what parallelism.shard leaves");
+  table.add("parallelism.reshard_after_forward", &config.reshard_after_forward,
+            "zero3: give a block's gathered weights up until backward needs them again");
+  table.add("parallelism.gradient_dtype", &config.gradient_dtype,
+            "zero1 to zero3, fast order: of gradients on the wire; their sums are fp32", {"fp32", "bf16"});
   table.add("parallelism.reduce_order", &config.reduce_order,
             "fast: repeatable at one number of ranks; fixed: the same bits at every number of ranks",
             {"fast", "fixed"});

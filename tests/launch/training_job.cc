@@ -172,16 +172,17 @@ WorkerEnvironment TrainingJob::environment(int rank) {
   environment.heap = heaps_[rank].get();
   environment.out_dir = out_dir_;
   environment.die = [] { return device_lost("struck by the fault plan"); };
-  environment.create_communicator = [this, rank](const comm::Membership& membership, StopToken stop) {
+  environment.create_communicators = [this, rank](const comm::Membership& membership,
+                                                  std::span<const comm::Group> groups, StopToken stop) {
     std::shared_ptr<LocalWorld> world;
     {
       const std::scoped_lock lock(mutex_);
       if (verdict_.generation != membership.generation) {
-        return Result<std::unique_ptr<comm::Communicator>>(aborted("the world has moved on"));
+        return Result<std::vector<std::unique_ptr<comm::Communicator>>>(aborted("the world has moved on"));
       }
       world = world_;
     }
-    return world->join(rank, config_.comm, stop);
+    return world->join(rank, groups, config_.comm, stop);
   };
   return environment;
 }
@@ -261,7 +262,7 @@ void TrainingJob::begin_next_generation() {
   outcome_.verdicts.push_back(verdict_);
   std::vector<comm::SymmetricHeap*> heaps;
   for (const auto& heap : heaps_) heaps.push_back(heap.get());
-  world_ = LocalWorld::create(world_size_, verdict_.generation, heaps);
+  world_ = LocalWorld::create(world_size_, verdict_.generation, heaps, num_channels(config_, world_size_));
   waiting_.assign(world_size_, false);
   changed_.notify_all();
 }
