@@ -1,0 +1,178 @@
+// Sharded modes through the whole training loop: ranks are threads, and the last digest is held against one rank that
+// keeps everything.
+#include <gmock/gmock.h>
+
+#include "tests/launch/training_job.h"
+
+namespace kintsugi::launch {
+namespace {
+
+using testing::HasSubstr;
+
+struct Mode {
+  const char* mode;
+  int world_size;
+  int64_t replicate;
+};
+
+std::string name_of(const Mode& m) {
+  return std::string(m.mode) + "_" + std::to_string(m.world_size) + "ranks" +
+         (m.replicate > 1 ? "_" + std::to_string(m.replicate) + "replicas" : "");
+}
+
+class ShardedTrainerTest : public testing::Test {
+ protected:
+  ShardedTrainerTest() {
+    config_.parallelism.reduce_order = "fixed";
+    config_.training.steps = 5;
+    config_.training.eval_every = 2;
+    config_.training.eval_samples = 20;
+  }
+  TrainingJob::Outcome whole() { return finished_job(config_, 1); }
+  RunConfig sharded(const Mode& m) const {
+    RunConfig config = config_;
+    config.parallelism.mode = m.mode;
+    config.parallelism.replicate = m.replicate;
+    config.recovery.snapshot_every = 2;
+    return config;
+  }
+  void kill(RunConfig& config, int rank, int step, const std::string& point) const {
+    config.fault.kill.push_back({{"rank", int64_t{rank}}, {"step", int64_t{step}}, {"point", point}});
+  }
+  ScratchDir dir_;
+  RunConfig config_ = tiny_config(dir_.path());
+};
+
+TEST_F(ShardedTrainerTest, EveryModeEndsWithTheBitsOfOneRank) {
+  const TrainingJob::Outcome want = whole();
+  for (const Mode& m : {Mode{"zero1", 1, 0},
+                        {"zero3", 1, 0},
+                        {"zero1", 3, 0},
+                        {"zero2", 4, 0},
+                        {"zero3", 2, 0},
+                        {"zero3", 6, 0},
+                        {"zero2", 4, 2},
+                        {"zero3", 4, 2},
+                        {"zero3", 8, 0}}) {
+    SCOPED_TRACE(name_of(m));
+    const TrainingJob::Outcome got = finished_job(sharded(m), m.world_size);
+    EXPECT_EQ(got.sha256(), want.sha256());
+    EXPECT_EQ(got.column("loss_metrics/global_avg_loss"), want.column("loss_metrics/global_avg_loss"));
+    EXPECT_EQ(got.column("grad_norm"), want.column("grad_norm"));
+    EXPECT_EQ(got.summary.value("validation_loss", 0.0), want.summary.value("validation_loss", 1.0));
+  }
+}
+
+TEST_F(ShardedTrainerTest, ALostShardComesBackFromSnapshotsInMemory) {
+  const std::string want = whole().sha256();
+  for (const char* point :
+       {"data", "forward", "backward", "mid-reduce", "before-vote", "after-vote", "mid-update", "snapshot"}) {
+    for (const Mode& m : {Mode{"zero1", 3, 0}, {"zero2", 3, 0}, {"zero3", 3, 0}}) {
+      SCOPED_TRACE(std::string(point) + " " + name_of(m));
+      RunConfig config = sharded(m);
+      kill(config, 1, 4, point);
+      const TrainingJob::Outcome got = run_job(config, m.world_size);
+      ASSERT_TRUE(got.status.ok()) << got.status.to_string();
+      EXPECT_EQ(got.sha256(), want);
+      ASSERT_EQ(got.verdicts.size(), 2u);
+      EXPECT_EQ(got.verdicts[1].source, StateSource::kSnapshots);
+      EXPECT_EQ(got.verdicts[1].committed_step, 2);
+    }
+  }
+}
+
+TEST_F(ShardedTrainerTest, AReplicaGivesALostShardAndNobodyGoesBack) {
+  const std::string want = whole().sha256();
+  for (const char* point : {"forward", "mid-reduce", "before-vote", "after-vote", "mid-update"}) {
+    for (const Mode& m : {Mode{"zero3", 4, 2}, {"zero1", 4, 2}}) {
+      SCOPED_TRACE(std::string(point) + " " + name_of(m));
+      RunConfig config = sharded(m);
+      kill(config, 2, 4, point);
+      const TrainingJob::Outcome got = run_job(config, m.world_size);
+      ASSERT_TRUE(got.status.ok()) << got.status.to_string();
+      EXPECT_EQ(got.sha256(), want);
+      ASSERT_EQ(got.verdicts.size(), 2u);
+      EXPECT_EQ(got.verdicts[1].source, StateSource::kSurvivors);
+      EXPECT_GE(got.verdicts[1].committed_step, 3);
+    }
+  }
+}
+
+TEST_F(ShardedTrainerTest, ADeathBeforeAnySnapshotBeginsAgain) {
+  const std::string want = whole().sha256();
+  RunConfig config = sharded({"zero3", 3, 0});
+  kill(config, 2, 1, "backward");
+  kill(config, 0, 3, "during-recovery");
+  const TrainingJob::Outcome got = run_job(config, 3);
+  ASSERT_TRUE(got.status.ok()) << got.status.to_string();
+  EXPECT_EQ(got.sha256(), want);
+  EXPECT_EQ(got.verdicts[1].source, StateSource::kFresh);
+}
+
+TEST_F(ShardedTrainerTest, AnyModeAndWorldSizeGoesOnFromAnyOther) {
+  config_.checkpoint.every = 2;
+  config_.training.steps = 10;
+  config_.lr_scheduler.warmup_steps = 0;
+  const std::string want = whole().sha256();
+  int64_t step = 0;
+  for (const Mode& m : {Mode{"zero3", 8, 0}, {"zero2", 4, 0}, {"zero3", 6, 2}, {"zero1", 3, 0}, {"zero3", 8, 2}}) {
+    SCOPED_TRACE(name_of(m));
+    RunConfig config = sharded(m);
+    config.training.schedule_steps = config_.training.steps;
+    config.training.steps = step + 2;
+    TrainingJob job(config, m.world_size);
+    job.save_checkpoints(dir_.path() + "/checkpoint");
+    if (step > 0) job.resume_from(dir_.path() + "/checkpoint/step-" + std::to_string(step), step);
+    const TrainingJob::Outcome got = job.run();
+    ASSERT_TRUE(got.status.ok()) << got.status.to_string();
+    step += 2;
+    if (step > 2) {
+      EXPECT_THAT(got.log.front(), HasSubstr("a rank reads"));
+    }
+    if (step == config_.training.steps) {
+      EXPECT_EQ(got.sha256(), want);
+    }
+  }
+}
+
+// Cases from the field: a vocabulary, a width and a batch that divide by nothing, ranks that own nothing of a unit.
+TEST_F(ShardedTrainerTest, SizesThatDivideByNothingGoOnAtAnyWorldSize) {
+  config_.model.vocab_size = 251;
+  config_.model.dim = 24;
+  config_.model.num_heads = 3;
+  config_.model.ffn_dim = 44;
+  config_.model.num_layers = 1;
+  config_.training.global_batch_size = 105;
+  config_.parallelism.virtual_shards = 35;
+  config_.training.steps = 10;
+  config_.checkpoint.every = 2;
+  const std::string want = whole().sha256();
+  int64_t step = 0;
+  for (const Mode& m : {Mode{"zero1", 3, 0}, {"zero2", 5, 0}, {"zero3", 7, 0}, {"ddp", 1, 0}, {"zero3", 3, 0}}) {
+    SCOPED_TRACE(name_of(m));
+    RunConfig config = sharded(m);
+    config.training.schedule_steps = config_.training.steps;
+    config.training.steps = step + 2;
+    TrainingJob job(config, m.world_size);
+    job.save_checkpoints(dir_.path() + "/checkpoint");
+    if (step > 0) job.resume_from(dir_.path() + "/checkpoint/step-" + std::to_string(step), step);
+    const TrainingJob::Outcome got = job.run();
+    ASSERT_TRUE(got.status.ok()) << got.status.to_string();
+    step += 2;
+    if (step == config_.training.steps) {
+      EXPECT_EQ(got.sha256(), want);
+    }
+  }
+}
+
+TEST_F(ShardedTrainerTest, AMeshThatDoesNotFitIsRefusedWithBothNumbers) {
+  RunConfig config = sharded({"zero3", 4, 0});
+  config.parallelism.shard = 3;
+  const Status status = config.validate(4);
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  EXPECT_THAT(status.message(), HasSubstr("3"));
+  EXPECT_THAT(status.message(), HasSubstr("4"));
+}
+
+}  // namespace
+}  // namespace kintsugi::launch
