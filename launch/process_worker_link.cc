@@ -136,9 +136,13 @@ int ProcessWorkerLink::free_snapshot_slot(bool keep_newest) {
   const std::span<SnapshotSlot> slots(page_.snapshots, static_cast<size_t>(page_.num_snapshot_slots));
   int64_t newest = -1;
   for (const SnapshotSlot& s : slots) newest = std::max(newest, s.held_step.load(std::memory_order_relaxed));
+  // After a recovery a step may have been kept twice: one of them will do.
+  const bool twice = std::count_if(slots.begin(), slots.end(), [newest](const SnapshotSlot& s) {
+                       return s.held_step.load(std::memory_order_relaxed) == newest;
+                     }) > 1;
   for (SnapshotSlot& s : slots) {
     if (s.state.load(std::memory_order_acquire) != static_cast<int32_t>(SnapshotSlotState::kFree)) continue;
-    if (keep_newest && newest >= 0 && s.held_step.load(std::memory_order_relaxed) == newest) continue;
+    if (keep_newest && !twice && newest >= 0 && s.held_step.load(std::memory_order_relaxed) == newest) continue;
     s.held_step.store(-1, std::memory_order_release);
     return static_cast<int>(&s - slots.data());
   }

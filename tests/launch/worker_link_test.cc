@@ -210,6 +210,14 @@ TEST_F(WorkerLinkTest, TheNewestSnapshotInMemoryIsKeptUntilANewerOneIsComplete) 
             std::end(progress.held_steps));
 }
 
+TEST_F(WorkerLinkTest, AStepThatWasKeptTwiceLeavesASlotFree) {
+  enter(1);
+  for (const int slot : {0, 1}) ASSERT_TRUE(link_->snapshot_ready(30, 100, slot, /*save=*/false).ok());
+  const int free = link_->free_snapshot_slot(true);
+  EXPECT_GE(free, 0);
+  EXPECT_EQ(link_->held_snapshot(30).slot, 1 - free);
+}
+
 TEST_F(WorkerLinkTest, SnapshotsOfAnAbandonedFutureAreForgotten) {
   enter(1);
   ASSERT_TRUE(link_->snapshot_ready(10, 100, 0, /*save=*/false).ok());
