@@ -136,7 +136,7 @@ TEST_F(NcclHandleTest, WhoeverAbortsFirstNobodyElseIsInsideAndEachEndsOnce) {
     after([&, generation] { registry_.abort_all(generation, aborted("one watcher")); });
     after([&, generation] { registry_.abort_all(generation, aborted("another")); });
     after([&] { (void)registry_.check_all().ok(); });
-    after([held = handle] { (void)held->fail(unavailable("a caller")).ok(); });
+    after([held = handle] { (void)held->fail(aborted("a caller")).ok(); });
     while (call(*handle).ok()) {
     }
     EXPECT_TRUE(handle->wait_halted(soon()).ok());
