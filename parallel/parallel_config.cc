@@ -13,14 +13,27 @@ Status ParallelConfig::validate() const {
     return invalid_argument(
         fmt::format("parallelism.virtual_shards = {}: must be from 1 to {}", virtual_shards, kMaxVirtualShards));
   }
+  if (!sharded() && shard > 1) {
+    return invalid_argument(fmt::format(
+        "parallelism.shard = {}: every rank of mode \"ddp\" holds the whole state; zero1, zero2 and zero3 shard it",
+        shard));
+  }
+  if (gradient_dtype == "bf16" && (!sharded() || fixed_order())) {
+    return invalid_argument(
+        fmt::format("parallelism.gradient_dtype = \"bf16\": mode \"{}\" with reduce_order = \"{}\" sends fp32; modes "
+                    "zero1 to zero3 "
+                    "with reduce_order = \"fast\" can round",
+                    mode, reduce_order));
+  }
   return ok_status();
 }
 
 void describe(ConfigTable& table, ParallelConfig& config) {
-  table.add("parallelism.mode", &config.mode,
-            "ddp: every rank holds weights, gradients and moments whole; zero1: moments and master weights are sharded; "
-            "zero2: gradients, too; zero3: all, and weights are gathered unit by unit",
-            {"ddp", "zero1", "zero2", "zero3"});
+  table.add(
+      "parallelism.mode", &config.mode,
+      "ddp: every rank holds weights, gradients and moments whole; zero1: moments and master weights are sharded; "
+      "zero2: gradients, too; zero3: all, and weights are gathered unit by unit",
+      {"ddp", "zero1", "zero2", "zero3"});
   table.add("parallelism.shard", &config.shard,
             "zero1 to zero3: ranks that hold the state together; 0: all, or what parallelism.replicate leaves");
   table.add("parallelism.replicate", &config.replicate,

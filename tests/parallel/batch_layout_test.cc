@@ -97,6 +97,20 @@ TEST(BatchLayoutTest, MicroBatchesThatDoNotDivideTheShareAreRefused) {
               AllOf(HasSubstr("training.micro_batch_size = 5"), HasSubstr("1, 2, 3, 4, 6, 12"), HasSubstr("20 or 30")));
 }
 
+TEST(BatchLayoutTest, WhatAModeCannotDoIsRefusedAndWhichCanIsSaid) {
+  ParallelConfig config;
+  config.shard = 4;
+  EXPECT_THAT(plan_batch(24, 0, config, 0, 8).status().message(),
+              AllOf(HasSubstr("parallelism.shard = 4"), HasSubstr("zero1, zero2 and zero3")));
+  config = ParallelConfig();
+  config.gradient_dtype = "bf16";
+  EXPECT_THAT(plan_batch(24, 0, config, 0, 8).status().message(), HasSubstr("parallelism.gradient_dtype"));
+  config.mode = "zero2";
+  EXPECT_TRUE(plan_batch(24, 0, config, 0, 8).ok());
+  config.reduce_order = "fixed";
+  EXPECT_THAT(plan_batch(24, 0, config, 0, 8).status().message(), HasSubstr("reduce_order = \"fast\""));
+}
+
 TEST(BatchLayoutTest, FewerShardsThanRanksAreRefused) {
   EXPECT_THAT(plan_batch(24, 0, fixed(4), 0, 8).status().message(), HasSubstr("need at least 8"));
 }
