@@ -50,6 +50,7 @@ Result<AgentConfig> configure(const TrainOptions& options, int world_size) {
         fmt::format("fault.kill: {} entries, at most {}", config.fault.kill.size(), kMaxFaultEntries));
   }
   if (world_size > 64) return invalid_argument(fmt::format("{} ranks: this version takes at most 64", world_size));
+  KTG_RETURN_IF_ERROR(check_host_memory(config, world_size, host_memory_bytes()));
   const MemoryPlan plan = plan_memory(config, world_size);
   AgentConfig agent;
   agent.config_toml = config.to_toml();
@@ -174,9 +175,22 @@ int speak_for_all(const CommandLineOutcome& outcome, int rank) {
   return outcome.exit_code;
 }
 
+int print_plan(const TrainOptions& options) {
+  const Result<RunConfig> config = RunConfig::load(options.config_path, options.sets);
+  const Result<std::string> report =
+      config.ok() ? report_plan(*config, options.plan_request) : Result<std::string>(config.status());
+  if (!report.ok()) {
+    fmt::print(stderr, "error: {}\n", report.status().message());
+    return kExitBadConfig;
+  }
+  fmt::print("{}", *report);
+  return kExitOk;
+}
+
 int agent_main(int argc, char** argv) {
   TrainOptions options;
   const CommandLineOutcome outcome = parse_command_line(argc, argv, &options);
+  if (outcome.run && options.plan) return print_plan(options);
   const Result<RankFacts> facts = find_rank_facts(options.ranks, environment);
   if (!outcome.run) return speak_for_all(outcome, facts.ok() ? facts->rank : 0);
   if (!facts.ok()) {

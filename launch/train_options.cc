@@ -19,6 +19,7 @@ constexpr const char* kFooter =
     "  mpirun -np 8 train run.toml --out outputs/first\n"
     "  mpirun -np 8 train run.toml --out outputs/first --resume --set training.steps=200\n"
     "  train run.toml                        one process; threads use the cores\n"
+    "  train run.toml --plan --world-size 8  memory, traffic and step time of each mode; nothing starts\n"
     "  train run.toml --trace steps=10-12    where the time of three steps goes\n"
     "\n"
     "Exit codes: 0 done; 1 failure; 2 usage; 75 asked to stop (SIGUSR1, SIGTERM, SIGINT): saved, start again with "
@@ -65,6 +66,12 @@ CommandLineOutcome parse_command_line(int argc, const char* const* argv, TrainOp
                  "write the timeline of these steps to <out>/trace, with every kernel on a GPU, and print where their "
                  "time went: steps=10-12,20")
       ->type_name("steps=RANGES");
+  app.add_flag("--plan", options->plan, "print what the run and the other modes would need, and start nothing");
+  PlanRequest& plan = options->plan_request;
+  app.add_option("--gpu-memory", plan.gpu_gib, "with --plan: GiB of each rank's GPU, here or not; 0: CPU ranks");
+  app.add_option("--host-memory", plan.host_gib, "with --plan: GiB of the host; 0: this one's");
+  app.add_option("--rank-tflops", plan.tflops, "with --plan: TFLOP/s of a rank, for the predicted step time");
+  app.add_option("--rank-bandwidth", plan.link_gb_s, "with --plan: GB/s that a rank sends");
   bool debug_nan = false;
   app.add_flag("--debug-nan", debug_nan,
                "when a step is skipped because something was not finite, name the layer (slower; training.debug_nan)");
@@ -94,6 +101,10 @@ CommandLineOutcome parse_command_line(int argc, const char* const* argv, TrainOp
   if (options->config_path.empty() && resume.ends_with(".toml")) std::swap(options->config_path, resume);
   if (options->config_path.empty()) {
     return {.run = false, .exit_code = kExitUsage, .text = "train: name a configuration file; --help says more\n"};
+  }
+  if (options->plan) {
+    options->plan_request.world_size = options->ranks.world_size.value_or(1);
+    return {};
   }
   options->resume.wanted = resume_option->count() > 0;
   options->resume.from = resume.empty() || is_number(resume) ? resume : absolute_path(resume);

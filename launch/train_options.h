@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "launch/plan_report.h"
 #include "launch/rank_facts.h"
 #include "launch/run_folder.h"
 
@@ -15,6 +16,8 @@ struct TrainOptions {
   std::string out_dir;            // absolute
   ResumeRequest resume;
   RankFlags ranks;
+  bool plan = false;  // print what the run would need, and end
+  PlanRequest plan_request;
 };
 
 // What to do instead of running, when that is what the command line says or when it is wrong.

@@ -2,6 +2,7 @@
 // keeps everything.
 #include <gmock/gmock.h>
 
+#include "launch/plan_report.h"
 #include "tests/launch/training_job.h"
 
 namespace kintsugi::launch {
@@ -172,6 +173,29 @@ TEST_F(ShardedTrainerTest, AMeshThatDoesNotFitIsRefusedWithBothNumbers) {
   EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
   EXPECT_THAT(status.message(), HasSubstr("3"));
   EXPECT_THAT(status.message(), HasSubstr("4"));
+}
+
+TEST_F(ShardedTrainerTest, ThePlanComparesTheModesForMachinesThatAreNotHere) {
+  const Result<std::string> report =
+      report_plan(sharded({"zero3", 8, 0}), {.world_size = 8, .gpu_gib = 0.0001, .host_gib = 64});
+  ASSERT_TRUE(report.ok()) << report.status().to_string();
+  for (const char* mode : {"ddp", "zero1", "zero2", "zero3"}) EXPECT_THAT(*report, HasSubstr(mode));
+  EXPECT_THAT(*report, HasSubstr("GiB of GPU memory too much"));
+  EXPECT_EQ(report_plan(sharded({"zero3", 8, 3}), {.world_size = 8}).status().code(), StatusCode::kInvalidArgument);
+}
+
+TEST_F(ShardedTrainerTest, ARunThatDoesNotFitTheHostIsRefusedAndAModeThatWouldIsNamed) {
+  config_.model.dim = 480;
+  config_.training.seq_len = 8;
+  config_.recovery.spares = 0;
+  const RunConfig zero3 = sharded({"zero3", 8, 0});
+  int64_t fits = 1 << 20;
+  while (!check_host_memory(zero3, 8, fits).ok()) fits += 1 << 20;
+  const Status status = check_host_memory(config_, 8, fits);
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  EXPECT_THAT(status.message(), HasSubstr("GiB too much"));
+  EXPECT_THAT(status.message(), HasSubstr("would fit"));
+  EXPECT_TRUE(check_host_memory(config_, 8, int64_t{1} << 40).ok());
 }
 
 }  // namespace
