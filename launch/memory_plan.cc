@@ -125,7 +125,10 @@ MemoryPlan plan_memory(const RunConfig& config, int world_size, const runtime::B
       plan.items.push_back({"libraries", backend->library_bytes(), mine});
       const comm::NcclPlace place{
           .rank = 0, .ranks_on_host = world_size, .gpus_on_host = runtime::count_cuda_devices().count};
-      if (world_size > 1) plan.items.push_back({"NCCL", comm::nccl_device_bytes(config.comm, place), mine});
+      if (world_size > 1) {
+        const int64_t each = comm::nccl_device_bytes(config.comm, place);
+        plan.items.push_back({"NCCL", num_channels(config, world_size) * each, mine});
+      }
     }
   }
   for (MemoryPlan::Item& item : plan.items) {

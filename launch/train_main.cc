@@ -38,13 +38,6 @@ Result<AgentConfig> configure(const TrainOptions& options, int world_size) {
   KTG_RETURN_IF_ERROR(config.resolve_device());
   KTG_RETURN_IF_ERROR(config.validate(world_size));
   if (config.on_cuda() && world_size > 1) KTG_RETURN_IF_ERROR(comm::check_nccl_config(config.comm));
-  if (config.on_cuda() && world_size > 1 && config.parallelism.sharded()) {
-    return invalid_argument(
-        fmt::format("parallelism.mode = \"{}\": {} ranks on GPUs train with \"ddp\" in this version; one rank, or "
-                    "device = \"cpu\", "
-                    "takes every mode",
-                    config.parallelism.mode, world_size));
-  }
   if (config.fault.kill.size() > kMaxFaultEntries) {
     return invalid_argument(
         fmt::format("fault.kill: {} entries, at most {}", config.fault.kill.size(), kMaxFaultEntries));

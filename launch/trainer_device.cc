@@ -220,7 +220,7 @@ Result<VoteOutcome> TrainerImpl::await_vote(int64_t step) {
       if (stop_.requested()) return aborted("stopped while a step was under way");
       KTG_RETURN_IF_ERROR(settle_snapshot(/*wait=*/false));
       if (device_communicator_) {
-        KTG_RETURN_IF_ERROR(device_communicator_->status());
+        for (const auto& communicator : device_communicators_) KTG_RETURN_IF_ERROR(communicator->status());
         if (now - begun > patience) {
           return deadline_exceeded(
               "step " + std::to_string(step) + ": no vote after " +
@@ -257,14 +257,14 @@ Status TrainerImpl::stop_device() {
   if (!device_) return ok_status();
   parallel::DeviceVote& vote = parallel_->device_vote();
   vote.close();
-  if (device_communicator_) device_communicator_->abort(aborted("the generation is over"));
+  for (const auto& communicator : device_communicators_) communicator->abort(aborted("the generation is over"));
   KTG_RETURN_IF_ERROR(drain(*stream_));
   KTG_RETURN_IF_ERROR(drain(*update_stream_));
   KTG_RETURN_IF_ERROR(drain(*device_->copy_stream));
   // An aborted sum writes into the gradient until its kernel has ended.
-  if (device_communicator_) {
+  for (const auto& communicator : device_communicators_) {
     const Status drained =
-        device_communicator_->drain(Deadline::after(std::chrono::milliseconds(config_.recovery.ack_timeout_ms)));
+        communicator->drain(Deadline::after(std::chrono::milliseconds(config_.recovery.ack_timeout_ms)));
     if (!drained.ok()) return device_lost(drained.message());
   }
   const int64_t next = state().step + 1;

@@ -51,12 +51,12 @@ Status TrainerImpl::enter_generation(const Verdict& verdict) {
 
 Status TrainerImpl::enter(const Verdict& verdict) {
   parallel_->set_communicators({});
-  device_communicator_.reset();
+  device_communicator_ = nullptr;
+  device_communicators_.clear();
   communicator_ = nullptr;
   communicators_.clear();
   KTG_ASSIGN_OR_RETURN(const parallel::Mesh mesh, parallel::Mesh::of_run(config_.parallelism, environment_.world_size));
-  std::vector<comm::Group> groups = parallel::communicator_groups(mesh, environment_.rank);
-  if (device_) groups.resize(1);  // the host's memory carries what all ranks have to tell each other
+  const std::vector<comm::Group> groups = parallel::communicator_groups(mesh, environment_.rank);
   KTG_ASSIGN_OR_RETURN(
       communicators_, environment_.create_communicators(
                           {.generation = generation_, .rank = environment_.rank, .world_size = environment_.world_size},
@@ -78,7 +78,9 @@ Status TrainerImpl::enter(const Verdict& verdict) {
   KTG_RETURN_IF_ERROR(take_state(verdict));
   environment_.link->entered(EntryMilestone::kCompared);
   // NCCL has been connecting meanwhile.
-  if (device_communicator_) KTG_RETURN_IF_ERROR(device_communicator_->barrier(collective_deadline()));
+  for (const auto& communicator : device_communicators_) {
+    KTG_RETURN_IF_ERROR(communicator->barrier(collective_deadline()));
+  }
   environment_.link->entered(EntryMilestone::kState);
   return ok_status();
 }
@@ -94,10 +96,13 @@ Status TrainerImpl::join_devices() {
                       "nvidia-nccl-cu13); one rank needs none, and device = \"cpu\" neither",
                       environment_.world_size));
     }
-    KTG_ASSIGN_OR_RETURN(device_communicator_,
-                         environment_.create_device_communicator(*communicator_, stop_, [&vote] { vote.close(); }));
+    for (const auto& control : communicators_) {
+      KTG_ASSIGN_OR_RETURN(device_communicators_.emplace_back(),
+                           environment_.create_device_communicator(*control, stop_, [&vote] { vote.close(); }));
+    }
+    device_communicator_ = device_communicators_.front().get();
+    parallel_->set_communicators(parallel::bind_communicators(device_communicators_));
   }
-  parallel_->set_communicators({.world = device_communicator_.get()});
   if (environment_.rank != 0 || std::exchange(plan_printed_, true)) return ok_status();
   std::string message = fmt::format("{}\n{}", backend_->description(), plan_.to_string());
   if (device_communicator_) message += exchange_note_;

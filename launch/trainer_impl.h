@@ -186,7 +186,9 @@ class TrainerImpl final : public Trainer {
   StopToken stop_;
   std::vector<std::unique_ptr<comm::Communicator>> communicators_;  // of host memory; the first is of all ranks
   comm::Communicator* communicator_ = nullptr;                      // that one
-  std::unique_ptr<comm::Communicator> device_communicator_;         // of device memory; null on the CPU and at one rank
+  // Of device memory, for the same groups; none on the CPU and at one rank.
+  std::vector<std::unique_ptr<comm::Communicator>> device_communicators_;
+  comm::Communicator* device_communicator_ = nullptr;  // the first: all ranks
   // A committed step that may not have been completed before the recovery; num_tokens 0: nobody knows its vote any
   // more.
   std::optional<VoteOutcome> owed_;
