@@ -83,7 +83,7 @@ Status check_host_memory(const RunConfig& config, int world_size, int64_t host_b
   const int64_t needed = host_bytes_of(config, world_size);
   if (needed <= host_bytes) return ok_status();
   return invalid_argument(
-      fmt::format("parallelism.mode = \"{}\": {} ranks need {:.2f} GiB of this host's memory, it has {:.2f}: {:.2f} "
+      fmt::format("parallelism.mode = \"{}\": {} rank(s) need {:.2f} GiB of this host's memory, it has {:.2f}: {:.2f} "
                   "GiB too much; {}",
                   config.parallelism.mode, world_size, gib(needed), gib(host_bytes), gib(needed - host_bytes),
                   cure(config, world_size, host_bytes)));
@@ -103,7 +103,7 @@ Result<std::string> report_plan(const RunConfig& config, const PlanRequest& requ
       fmt::format("{} parameters, {} rank{}, {}; host {:.1f} GiB\n", table.num_parameters(), N, N == 1 ? "" : "s",
                   gpu ? fmt::format("a GPU of {:.1f} GiB each", request.gpu_gib) : "CPU", host_gib);
   out += fmt::format("step times from {:.4g} TFLOP/s and {:.4g} GB/s a rank\n\n", tflops, link);
-  out += fmt::format("{:<8} {:>9} {:>9} {:>9} {:>11} {:>9} {:>10} {:>11} {:>11}  {}\n", "mode", "weights", "moments",
+  out += fmt::format("{:<8} {:>9} {:>9} {:>9} {:>11} {:>9} {:>10} {:>9} {:>11}  {}\n", "mode", "weights", "moments",
                      "gradients", "activations", gpu ? "GPU" : "rank", "snapshots", "sent/step", "step", "fits");
   const double tokens = static_cast<double>(base.training.global_batch_size * base.training.seq_len) / N;
   std::vector<std::string> modes{base.parallelism.mode};
@@ -138,11 +138,13 @@ Result<std::string> report_plan(const RunConfig& config, const PlanRequest& requ
     const double compute_s = c.model.flops_per_token(c.training.seq_len) * tokens / (tflops * 1e12);
     const double sending_s = sent / (link * 1e9);
     const double step_s = c.comm.overlap ? std::max(compute_s, sending_s) : compute_s + sending_s;
-    out += fmt::format("{:<8} {:>9.3f} {:>9.3f} {:>9.3f} {:>11.3f} {:>9.3f} {:>10.3f} {:>7.3f} GiB {:>8.1f} ms  {}\n",
-                       mode, of({"weights", "compute copy", "gathered"}), of({"moments"}), of({"gradients"}),
-                       of({"activations"}), rank, snapshots, sent / kGiB, step_s * 1e3, fits.empty() ? "yes" : fits);
+    constexpr double kMiB = 1024;  // of a GiB
+    out += fmt::format("{:<8} {:>9.1f} {:>9.1f} {:>9.1f} {:>11.1f} {:>9.1f} {:>10.1f} {:>9.1f} {:>8.1f} ms  {}\n", mode,
+                       kMiB * of({"weights", "compute copy", "gathered"}), kMiB * of({"moments"}),
+                       kMiB * of({"gradients"}), kMiB * of({"activations"}), kMiB * rank, kMiB * snapshots,
+                       kMiB * sent / kGiB, step_s * 1e3, fits.empty() ? "yes" : fits);
   }
-  out += "GiB of one rank; the configured mode first. Snapshots lie in host memory.\n";
+  out += "MiB of one rank; the configured mode first. Snapshots lie in host memory.\n";
   return out;
 }
 

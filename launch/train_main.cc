@@ -70,8 +70,13 @@ Result<JobOpening> open_job(const TrainOptions& options, const AgentConfig& agen
   const std::string run_id = new_run_id();
   KTG_ASSIGN_OR_RETURN(RunFolder folder, open_run_folder(options.out_dir, options.resume, run_id));
   KTG_RETURN_IF_ERROR(FileSystem::posix().write_file(options.out_dir + "/config.toml", agent.config_toml));
-  out.print(fmt::format("{}\n{}{} rank{} by {}; {}\nrun folder: {}\n{}{}", agent.config_toml,
-                        plan_memory(config, facts.world_size).to_string(), facts.world_size,
+  // What the other modes would need; of a GPU's memory the agents know nothing.
+  std::string modes;
+  if (!config.on_cuda()) {
+    KTG_ASSIGN_OR_RETURN(modes, report_plan(config, {.world_size = facts.world_size}));
+  }
+  out.print(fmt::format("{}\n{}{}{} rank{} by {}; {}\nrun folder: {}\n{}{}", agent.config_toml,
+                        plan_memory(config, facts.world_size).to_string(), modes, facts.world_size,
                         facts.world_size == 1 ? "" : "s", facts.launcher_name, cpus.note, options.out_dir, folder.note,
                         folder.note.empty() ? "" : "\n"));
   const auto print = [&out](std::string_view text) { out.print(text); };
