@@ -2,6 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
+#include <optional>
+#include <string_view>
 
 #include "launch/verdict.h"
 
@@ -57,5 +60,15 @@ struct Hello {
   int32_t local_rank = 0;
   uint64_t config_hash = 0;
 };
+// A Hello from whoever connected; `message` gets what follows it. None when the body is too short for one or its token
+// has no end: a stranger may send anything.
+inline std::optional<Hello> read_hello(std::string_view body, std::string_view* message) {
+  Hello hello;
+  if (body.size() < sizeof hello) return std::nullopt;
+  std::memcpy(&hello, body.data(), sizeof hello);
+  if (std::memchr(hello.token, '\0', sizeof hello.token) == nullptr) return std::nullopt;
+  *message = body.substr(sizeof hello);
+  return hello;
+}
 
 }  // namespace kintsugi::launch

@@ -177,7 +177,9 @@ void Agent::host(Deadline deadline) {
 void Agent::on_hello(Channel channel, Message message) {
   if (message.type != MessageType::kHello || message.rank < 0 || message.rank >= start_.facts.world_size) return;
   std::string_view text;
-  const auto h = unpack<Hello>(message.body, &text);
+  const std::optional<Hello> hello = read_hello(message.body, &text);
+  if (!hello.has_value()) return log().warn("a process that is no agent tried to join");
+  const Hello& h = *hello;
   const auto rank = static_cast<size_t>(message.rank);
   if (std::string_view(h.token) != point_.token) return log().warn("a process of another job tried to join");
   if (hellos_[rank].world_size != 0) return log().warn("two processes say that they are rank {}", rank);

@@ -9,6 +9,7 @@
 
 #include "comm/bench/bench.h"
 #include "tests/comm/rank_world.h"
+#include "tests/mutation.h"
 
 namespace kintsugi::comm {
 namespace {
@@ -53,6 +54,35 @@ TEST(TuningTest, EveryMistakeIsNamedWithItsLine) {
   EXPECT_THAT(row("4096 direct 0\n"), HasSubstr("last row"));
   EXPECT_THAT(row(""), HasSubstr("last row"));
   EXPECT_EQ(TuningTable::load_file("/nonexistent/t").status().code(), StatusCode::kNotFound);
+}
+
+TEST(TuningTest, AnyTextIsATableThatServesEverySizeOrAnErrorWithItsLine) {
+  auto random = mutation::make_random();
+  const std::string good =
+      "kintsugi-tuning 1\nworld_size 8\n# up to\n4096 direct 0\n65536 tree 256\n1048576 ring 65536\nmax direct 0\n";
+  int accepted = 0;
+  for (int round = mutation::rounds(5000); round > 0; --round) {
+    std::string text = good;
+    if (random() % 2 == 0) {
+      text = mutation::mutate_bytes(text, random);
+    } else {
+      const size_t word = text.find_first_of("0123456789", random() % text.size());
+      if (word != std::string::npos) {
+        const size_t end = std::min(text.find_first_not_of("0123456789", word), text.size());
+        text.replace(word, end - word, mutation::odd_number(random));
+      }
+    }
+    const auto table = TuningTable::parse(text, "tune.txt");
+    if (!table.ok()) {
+      EXPECT_THAT(table.status().message(), HasSubstr("tune.txt:"));
+      continue;
+    }
+    ++accepted;
+    for (const int64_t size : {int64_t{0}, int64_t{4097}, kMax})
+      EXPECT_NE(table->choose(size).algorithm, Algorithm::kAuto);
+    EXPECT_EQ(TuningTable::parse(table->to_text(), "again")->rows, table->rows);
+  }
+  EXPECT_GT(accepted, 0);
 }
 
 TEST(TuningTest, TheFastestOfEachSizeIsChosenAndDirectIsKeptWhenTied) {
