@@ -113,7 +113,7 @@ TEST(AgentTest, WithoutEnableRecoveryMpirunEndsTheJobAndResumeGoesOn) {
   ::kill(job.agent(1), SIGKILL);
   EXPECT_FALSE(job.wait().all(0));
   EXPECT_TRUE(job.says("--enable-recovery")) << job.output();
-  EXPECT_TRUE(job.wait_until([&] { return job.all_processes().empty(); }));
+  EXPECT_TRUE(all_end(job.all_processes()));
   TrainJob resumed(w, "disturbed", {.start = Start::kMpirun, .arguments = {"--resume", "--set", "training.steps=120"}});
   ASSERT_TRUE(resumed.wait().all(0)) << resumed.output();
   EXPECT_EQ(resumed.digest(), expected);

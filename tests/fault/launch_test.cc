@@ -5,7 +5,6 @@
 
 #include <filesystem>
 #include <fstream>
-#include <regex>
 #include <string>
 #include <vector>
 
@@ -149,9 +148,13 @@ TEST(LaunchTest, AFinishedRunIsNotOverwritten) {
   EXPECT_EQ(first.digest(), digest);
 }
 
+// N of the "N threads a rank" that the job says; -1 when it says nothing of the kind.
 int threads_said(const std::string& output) {
-  std::smatch m;
-  return std::regex_search(output, m, std::regex("(\\d+) threads? a rank")) ? std::stoi(m[1]) : -1;
+  const size_t end = output.find(" thread");
+  if (end == std::string::npos || output.find(" a rank", end) == std::string::npos) return -1;
+  const size_t before = output.find_last_not_of("0123456789", end - 1);
+  const std::string number = output.substr(before + 1, end - before - 1);
+  return number.empty() ? -1 : std::stoi(number);
 }
 
 TEST(ThreadsTest, TheAffinityMaskAndTheRanksDecide) {

@@ -112,8 +112,10 @@ class TrainJob {
 std::string undisturbed_digest(const Workspace& workspace, int world_size, const std::vector<std::string>& arguments);
 
 bool is_alive(pid_t pid);  // and no zombie
-// What a job of this project could leave on the host: in /dev/shm, among abstract sockets, and in `tmp_dir`, mpirun's
-// own session folder not counted.
+// Polls until none of `pids` lives: on a loaded machine a process that was killed takes its time to end.
+bool all_end(const std::set<pid_t>& pids, std::chrono::seconds patience = std::chrono::seconds(10));
+// What a job that has ended could leave on the host: in `tmp_dir`, mpirun's own session folder not counted, and in
+// /dev/shm. What some process still maps is another job's. (Abstract sockets live no longer than their processes.)
 std::set<std::string> leftovers(const std::string& tmp_dir);
 int free_port();
 
