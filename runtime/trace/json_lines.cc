@@ -41,7 +41,8 @@ Result<JsonLines> JsonLines::open(FileSystem& fs, std::string path) {
     kept.remove_prefix(std::min(kept.size(), line.size() + 1));
     const nlohmann::json object = parse_object(line);
     if (!object.is_object()) continue;
-    highest = std::max(highest, integer_or(object, "attempt", 0));
+    const int64_t attempt = integer_or(object, "attempt", 0);
+    if (attempt < INT64_MAX) highest = std::max(highest, attempt);  // a damaged digit must not leave no next one
     lines.last_step_ = integer_or(object, "step", lines.last_step_);
   }
   lines.attempt_ = highest + 1;
