@@ -3,8 +3,8 @@
 
     experiments/checkpoint_overhead/run.py [--steps 60] [--pairs 3] [--ranks 8] [--config FILE] [--every 10]
 
-Both settings train the quick start's model and end with the same state; the runs alternate (with, without, with, ...), so that
-what drifts on the machine falls on both. Of each run the steps from --warm-up + 1 on count: all their tokens over all their
+Both settings train the quick start's model and end with the same state; they alternate, and each pair begins with the other
+one, so that what drifts on the machine falls on both. Of each run the steps from --warm-up + 1 on count: all their tokens over all their
 time, by metrics.jsonl. The window holds as many checkpoints as it has multiples of --every; the last step's save is left out
 of both. Prints a table and the medians; writes results.json beside this file.
 """
@@ -75,7 +75,7 @@ def main() -> int:
     runs = []
     with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
         for pair in range(args.pairs):
-            for every in (args.every, 0):
+            for every in (args.every, 0) if pair % 2 == 0 else (0, args.every):
                 out = pathlib.Path(folder) / f"{pair}-{every}"
                 runs.append(train(args, out, every))
                 if every:
@@ -108,6 +108,7 @@ def main() -> int:
         "cpu": cpu_model(),
         "cpus": len(os.sched_getaffinity(0)),
         "load_before": load_before,
+        "load_after": os.getloadavg()[0],  # about the number of ranks where nothing else ran
         "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip(),
         "command": " ".join(sys.argv),
     }

@@ -4,7 +4,9 @@
   measure.py [--build build/cpu-release] [--rounds 3] [--ranks 1 2 4 8] [--steps 25] [--out DIR]
 
 Runs `train` on the benchmark model (experiments/train_speed_cpu/benchmark.toml), the two orders taking turns. Checks that
-the fixed runs end with the same losses and state_sha256 at every number of ranks. Writes results.json, prints a table.
+the fixed runs end with the same losses and state_sha256 at every number of ranks. Writes results.json, prints a table. The
+price is the median over the rounds of each round's own ratio, and each round begins with the other order, so that what
+drifts on the machine falls on both.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import tempfile
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 WARM_UP_STEPS = 5
+ORDERS = ("fast", "fixed")
 MICRO_BATCH = 4  # the size of a virtual shard (32 sequences in 8): both orders run the same products
 
 
@@ -64,7 +67,8 @@ def main():
     parser.add_argument("--out", default=".", help="folder for results.json")
     args = parser.parse_args()
     results = {"machine": f"{cpu_name()}, {os.cpu_count()} CPUs", "rounds": args.rounds, "steps": args.steps, "cases": []}
-    print(f"{results['machine']}, load {os.getloadavg()[0]:.1f}; tokens/s, median of {args.rounds} medians")
+    load_before = os.getloadavg()[0]
+    print(f"{results['machine']}, load {load_before:.1f}; tokens/s, median of {args.rounds} medians")
     print(f"{'ranks':>5}{'fast':>10}{'fixed':>10}{'price':>8}{'fast exposed ms':>18}{'fixed exposed ms':>18}")
     fixed_results = []
     with tempfile.TemporaryDirectory() as folder:
@@ -73,21 +77,26 @@ def main():
         with open(os.path.join(folder, "random.txt"), "w") as f:
             f.write("".join(letters.choice("abcdefghijklmnopqrstuvwxyz ") for _ in range(1 << 20)))
         for ranks in args.ranks:
-            rounds = [{order: run(args, folder, ranks, order) for order in ("fast", "fixed")} for _ in range(args.rounds)]
+            rounds = [
+                {order: run(args, folder, ranks, order) for order in (ORDERS if i % 2 == 0 else ORDERS[::-1])}
+                for i in range(args.rounds)
+            ]
             fixed_results += [(r["fixed"]["losses"], r["fixed"]["state_sha256"]) for r in rounds]
             median = {
                 (order, key): statistics.median(r[order][key] for r in rounds)
-                for order in ("fast", "fixed")
+                for order in ORDERS
                 for key in ("tokens_per_second", "exposed_ms")
             }
             fast, fixed = median["fast", "tokens_per_second"], median["fixed", "tokens_per_second"]
-            price = 1 - fixed / fast
+            prices = [1 - r["fixed"]["tokens_per_second"] / r["fast"]["tokens_per_second"] for r in rounds]
+            price = statistics.median(prices)
             print(
                 f"{ranks:>5}{fast:>10.0f}{fixed:>10.0f}{price:>8.1%}"
                 f"{median['fast', 'exposed_ms']:>18.1f}{median['fixed', 'exposed_ms']:>18.1f}",
                 flush=True,
             )
-            results["cases"].append({"ranks": ranks, "fast": fast, "fixed": fixed, "price": price})
+            results["cases"].append({"ranks": ranks, "fast": fast, "fixed": fixed, "price": price, "prices": prices})
+    results["load_before"], results["load_after"] = load_before, os.getloadavg()[0]
     if any(result != fixed_results[0] for result in fixed_results):
         raise SystemExit("fixed order: losses or state_sha256 differ between numbers of ranks")
     results["fixed_state_sha256"] = fixed_results[0][1]
