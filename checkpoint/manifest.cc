@@ -101,6 +101,15 @@ Status tokenizer_from_json(const Json& json, Manifest& manifest) {
   return ok_status();
 }
 
+bool lies_inside(const TensorRecord& tensor, int64_t total_length) {
+  int64_t numel = 1;
+  for (const int64_t n : tensor.shape) {
+    if (n < 1 || n > total_length / numel) return false;
+    numel *= n;
+  }
+  return tensor.offset >= 0 && tensor.offset <= total_length - numel;
+}
+
 Status tensors_from_json(const Json& array, CheckpointInfo& info) {
   for (const Json& json : array) {
     TensorRecord tensor;
@@ -109,6 +118,10 @@ Status tensors_from_json(const Json& array, CheckpointInfo& info) {
     fields.get("shape", tensor.shape);
     fields.get("offset", tensor.offset);
     KTG_RETURN_IF_ERROR(fields.finish());
+    if (!lies_inside(tensor, info.total_length)) {
+      return data_loss("tensor " + tensor.name + " lies outside the " + std::to_string(info.total_length) +
+                       " elements");
+    }
     info.tensors.push_back(std::move(tensor));
   }
   return ok_status();

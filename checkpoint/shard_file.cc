@@ -36,12 +36,13 @@ Result<std::vector<int64_t>> get_numbers(hid_t object, const char* name) {
   return values;
 }
 
-Result<std::vector<uint64_t>> get_block_table(hid_t file) {
+// `head_bytes`: of the file's head, which holds the table.
+Result<std::vector<uint64_t>> get_block_table(hid_t file, int64_t head_bytes) {
   if (H5Lexists(file, "block_xxh3", H5P_DEFAULT) <= 0) return std::vector<uint64_t>{};
   const Hid data(H5Dopen2(file, "block_xxh3", H5P_DEFAULT), H5Dclose);
   const Hid space(data.ok() ? H5Dget_space(data.get()) : -1, H5Sclose);
   const hssize_t size = space.ok() ? H5Sget_simple_extent_npoints(space.get()) : -1;
-  if (size < 0) return data_loss("no block checksums");
+  if (size < 0 || size > head_bytes / 8) return data_loss("no block checksums");
   KTG_ASSIGN_OR_RETURN(const int64_t block_bytes, get_number(data.get(), "block_bytes"));
   if (block_bytes != kBlockBytes) return data_loss("blocks of " + std::to_string(block_bytes) + " bytes");
   std::vector<uint64_t> sums(static_cast<size_t>(size));
@@ -166,7 +167,7 @@ Status ShardFile::parse() {
   Hdf5Image image(head_, record_.size_bytes);
   auto file = open_hdf5(image);
   if (!file.ok()) return data_loss(file.status().message());
-  KTG_ASSIGN_OR_RETURN(block_checksums_, get_block_table(file->get()));
+  KTG_ASSIGN_OR_RETURN(block_checksums_, get_block_table(file->get(), record_.head_bytes));
   for (int part = 0; part < kNumParts; ++part) {
     KTG_RETURN_IF_ERROR(get_group(file->get(), part, record_, block_checksums_.size(), pieces_));
   }

@@ -1,0 +1,65 @@
+// Checkpoints whose checksums are right and whose contents are not: made by another program, or by a broken one. An
+// error, or data of the right size; never a crash, and no wish for memory that a number in a file asks for.
+#include <gmock/gmock.h>
+
+#include "checkpoint/json_fields.h"
+#include "checkpoint/xxh3.h"
+#include "tests/checkpoint/checkpoint_fixture.h"
+#include "tests/mutation.h"
+
+namespace kintsugi::checkpoint {
+namespace {
+
+class HostileTest : public CheckpointTest {
+ protected:
+  HostileTest() : CheckpointTest(memory_dir()) {
+    KTG_CHECK(save(fs_, dir_, table_, state_, meta_at(7, 2), 0).ok());
+    step_dir_ = dir_ + "/step-7";
+    sealed_ = fs_.read_file(step_dir_ + "/manifest.json").value();
+  }
+
+  // With `json` as its manifest, sealed as if nothing had happened.
+  Status open_and_load_with(const Json& json) {
+    KTG_ASSIGN_OR_RETURN(const std::string text, seal_json(json));
+    KTG_RETURN_IF_ERROR(fs_.write_file(step_dir_ + "/manifest.json", text));
+    KTG_ASSIGN_OR_RETURN(const CheckpointInfo info, open_checkpoint(fs_, step_dir_));
+    const Status verified = verify_checkpoint(fs_, info);
+    TestState loaded(table_, 0);
+    const Status status = load_all(fs_, info, table_, loaded);
+    return status.ok() ? verified : status;
+  }
+  Json manifest() { return unseal_json(sealed_).value(); }
+
+  std::string step_dir_, sealed_;
+};
+
+TEST_F(HostileTest, AManifestThatSaysOtherThingsIsRefusedOrUsable) {
+  auto random = mutation::make_random();
+  int accepted = 0;
+  for (int round = mutation::rounds(400); round > 0; --round) {
+    Json json = manifest();
+    for (uint32_t edits = 1 + random() % 2; edits > 0; --edits) mutation::mutate_json(json, random);
+    if (json.is_object() && !json.empty() && open_and_load_with(json).ok()) ++accepted;
+  }
+  EXPECT_GT(accepted, 0);
+}
+
+TEST_F(HostileTest, NumbersBeyondEverySizeAreNamed) {
+  for (const int64_t odd : {int64_t{-1}, INT64_MAX, INT64_MIN, INT64_MAX / 4}) {
+    Json json = manifest();
+    json["tensors"][1]["offset"] = odd;
+    EXPECT_EQ(open_and_load_with(json).code(), StatusCode::kDataLoss) << odd;
+    json = manifest();
+    json["tensors"][1]["shape"][0] = odd;
+    EXPECT_EQ(open_and_load_with(json).code(), StatusCode::kDataLoss) << odd;
+    json = manifest();
+    json["shards"][0]["ranges"] = Json::array({0, odd});
+    EXPECT_EQ(open_and_load_with(json).code(), StatusCode::kDataLoss) << odd;
+    json = manifest();
+    json["shards"][0]["head_bytes"] = odd;
+    EXPECT_EQ(open_and_load_with(json).code(), StatusCode::kDataLoss) << odd;
+  }
+}
+
+}  // namespace
+}  // namespace kintsugi::checkpoint
