@@ -6,16 +6,10 @@
 #include <string>
 #include <vector>
 
+#include "parallel/divisors.h"
+
 namespace kintsugi::parallel {
 namespace {
-
-std::vector<int64_t> divisors(int64_t n) {
-  std::vector<int64_t> out;
-  for (int64_t d = 1; d <= n; ++d) {
-    if (n % d == 0) out.push_back(d);
-  }
-  return out;
-}
 
 // "20 or 25": the nearest multiples of `unit`, at least one of it.
 std::string nearest_multiples(int64_t value, int64_t unit) {

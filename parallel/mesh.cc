@@ -5,18 +5,9 @@
 
 #include <algorithm>
 
+#include "parallel/divisors.h"
+
 namespace kintsugi::parallel {
-namespace {
-
-std::vector<int> divisors(int n) {
-  std::vector<int> out;
-  for (int d = 1; d <= n; ++d) {
-    if (n % d == 0) out.push_back(d);
-  }
-  return out;
-}
-
-}  // namespace
 
 Result<Mesh> Mesh::create(std::vector<MeshAxis> axes, int world_size) {
   int64_t product = 1;
