@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "parallel/decay_edges.h"
 #include "parallel/state_memory.h"
 #include "runtime/base/deadline.h"
 
@@ -13,9 +12,9 @@ namespace {
 
 using kernels::DType;
 
-std::vector<int64_t> decay_edges(const runtime::ParamTable& table, int64_t begin, int64_t end) {
+OwnedUpdate whole_update(const runtime::ParamTable& table) {
   const runtime::StateRange all{.begin = 0, .count = table.total_length(), .local_begin = 0};
-  return plan_decay_edges(table, std::span(&all, 1), begin, end);
+  return OwnedUpdate(table, std::span(&all, 1), table.total_length());
 }
 
 GradientStack plan_stack(const DataParallelOptions& options) {
@@ -37,11 +36,9 @@ DataParallel::DataParallel(const runtime::ParamTable& table, const DataParallelO
       options_(options),
       backend_(backend),
       buckets_(plan_buckets(table.units(), options.first_bucket_bytes, options.bucket_bytes)),
-      half_(table.total_length() / 2),
-      decay_edges_{decay_edges(table, 0, half_), decay_edges(table, half_, table.total_length())},
+      owned_update_(whole_update(table)),
       stack_(plan_stack(options)),
       vote_(create_vote(table, options)) {
-  for (int half = 0; half < 2; ++half) edges_[half] = decay_edges_[half].data();
   in_flight_.reserve(buckets_.size());
   for (const runtime::UnitInfo& unit : table.units()) {
     forward_names_.push_back("forward " + unit.name);
@@ -63,23 +60,11 @@ Result<std::unique_ptr<DataParallel>> DataParallel::create(const runtime::ParamT
 }
 
 int64_t DataParallel::device_bytes(const runtime::ParamTable& table, int64_t num_micro_steps) {
-  const int64_t half = table.total_length() / 2;
-  const size_t edges = decay_edges(table, 0, half).size() + decay_edges(table, half, table.total_length()).size();
-  return static_cast<int64_t>(edges * sizeof(int64_t)) + DeviceVote::device_bytes(num_micro_steps);
+  return whole_update(table).device_bytes() + DeviceVote::device_bytes(num_micro_steps);
 }
 
 Status DataParallel::prepare_device(runtime::Stream& stream) {
-  const auto bytes = [](const std::vector<int64_t>& edges) {
-    return static_cast<int64_t>(edges.size() * sizeof(int64_t));
-  };
-  KTG_ASSIGN_OR_RETURN(device_edges_,
-                       backend_.allocate(bytes(decay_edges_[0]) + bytes(decay_edges_[1]), "ranges of weight decay"));
-  edges_[0] = device_edges_.as<int64_t>();
-  edges_[1] = edges_[0] + decay_edges_[0].size();
-  for (int half = 0; half < 2; ++half) {
-    KTG_RETURN_IF_ERROR(backend_.copy(const_cast<int64_t*>(edges_[half]), decay_edges_[half].data(),
-                                      bytes(decay_edges_[half]), stream));
-  }
+  KTG_RETURN_IF_ERROR(owned_update_.prepare_device(backend_, stream));
   KTG_ASSIGN_OR_RETURN(device_vote_, DeviceVote::create(*vote_, options_.num_micro_steps,
                                                         /*add_up=*/!options_.config.fixed_order(), backend_));
   return ok_status();
@@ -264,22 +249,13 @@ Result<VoteResult> DataParallel::vote(const VoteBallot& ballot, runtime::Stream&
   return vote_->run(gradient(), ballot, *communicator_, backend_, stream, deadline);
 }
 
-// In two halves, so that a fault can strike between them.
 Status DataParallel::update(const kernels::AdamWScalars* scalars, runtime::Stream& stream) {
-  KTG_RETURN_IF_ERROR(update_half(0, scalars, stream));
+  const auto half = [&](int h) {
+    return owned_update_.half(h, state_, compute_copy_.data(), options_.dtype, gradient(), scalars, backend_, stream);
+  };
+  KTG_RETURN_IF_ERROR(half(0));
   KTG_RETURN_IF_ERROR(at(StepPoint::kMidUpdate));
-  return update_half(1, scalars, stream);
-}
-
-Status DataParallel::update_half(int half, const kernels::AdamWScalars* scalars, runtime::Stream& stream) {
-  const int64_t begin = half == 0 ? 0 : half_, end = half == 0 ? half_ : state_.length;
-  uint8_t* copy =
-      options_.dtype == DType::kF32 ? nullptr : compute_copy_.as<uint8_t>() + begin * kernels::size_of(options_.dtype);
-  return stream.launched(
-      backend_.kernels().optimizer->adamw(
-          state_.weights + begin, state_.m + begin, state_.v + begin, copy, gradient() + begin, end - begin, scalars,
-          edges_[half], static_cast<int64_t>(decay_edges_[half].size()), options_.dtype, stream.handle()),
-      "adamw");
+  return half(1);
 }
 
 }  // namespace kintsugi::parallel

@@ -14,6 +14,7 @@
 
 #include "parallel/bucket_plan.h"
 #include "parallel/gradient_stack.h"
+#include "parallel/owned_update.h"
 #include "parallel/parallel_mode.h"
 #include "runtime/model/param_table.h"
 
@@ -41,10 +42,6 @@ class DataParallel final : public ParallelMode {
   static int64_t device_bytes(const runtime::ParamTable& table, int64_t num_micro_steps);
 
   const float* gradient() const { return buffers_[0]; }
-  // What the kernels read: the master weights in fp32, else their rounded copy.
-  const void* compute_weights() const {
-    return compute_copy_.data() != nullptr ? compute_copy_.data() : state_.weights;
-  }
   const std::vector<Bucket>& buckets() const { return buckets_; }
 
   // ParallelMode. Only Communicators::world is used; null at one rank of a device: then nothing is summed with anybody.
@@ -89,7 +86,6 @@ class DataParallel final : public ParallelMode {
   Status start_sum(const Bucket& bucket, runtime::Stream& stream);
   Status make_progress();
   void completed();
-  Status update_half(int half, const kernels::AdamWScalars* scalars, runtime::Stream& stream);
   Status at(StepPoint point) { return probe_ ? probe_(point) : ok_status(); }
   bool last_micro_step() const { return micro_step_ + 1 == layout_.num_micro_steps; }
 
@@ -97,13 +93,10 @@ class DataParallel final : public ParallelMode {
   const DataParallelOptions options_;
   runtime::Backend& backend_;
   const std::vector<Bucket> buckets_;
-  const int64_t half_;                         // elements of the first of update()'s halves
-  const std::vector<int64_t> decay_edges_[2];  // of each
-  const GradientStack stack_;                  // fixed order only
+  OwnedUpdate owned_update_;
+  const GradientStack stack_;  // fixed order only
   const std::unique_ptr<Vote> vote_;
   std::unique_ptr<DeviceVote> device_vote_;  // on a device
-  runtime::Buffer device_edges_;             // both halves' decay_edges_, on a device
-  const int64_t* edges_[2] = {};             // where the kernels read them
 
   runtime::TrainState state_;
   runtime::Buffer compute_copy_;  // empty in fp32

@@ -3,9 +3,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
 
-#include "parallel/decay_edges.h"
+#include "parallel/owned_update.h"
 #include "parallel/sharded/gradient_reduce.h"
 #include "parallel/sharded/shard_plan.h"
 #include "parallel/sharded/vector_table.h"
@@ -27,6 +26,7 @@ class FullyShardedImpl final : public FullySharded {
         gather_(table, plan_, backend, options.overlap, traffic_),
         reduce_(table, plan_, backend, traffic_),
         vectors_(table, plan_, &backend, traffic_),
+        owned_update_(table, plan_.shards.ranges(), plan_.shards.local_length()),
         vote_(table.units(), plan_.mesh, options.config, options.rank) {
     for (const runtime::UnitInfo& unit : table.units()) {
       forward_names_.push_back("forward " + unit.name);
@@ -101,7 +101,6 @@ class FullyShardedImpl final : public FullySharded {
   }
   Status at(StepPoint point) { return probe_ ? probe_(point) : ok_status(); }
   Status progress();
-  Status update_half(int half, const kernels::AdamWScalars* scalars, Stream& stream);
   bool reduces_now() const { return plan_.every_step || micro_step_ + 1 == options_.num_micro_steps; }
   Result<int> source_in_group(uint64_t joining, int source_rank) const;
 
@@ -113,15 +112,12 @@ class FullyShardedImpl final : public FullySharded {
   WeightGather gather_;
   GradientReduce reduce_;
   VectorTable vectors_;
+  OwnedUpdate owned_update_;
   Vote vote_;
   std::unique_ptr<DeviceVote> device_vote_;
 
   runtime::TrainState state_;
   uint8_t* rounded_ = nullptr;  // this rank's weights as the kernels read them; null in fp32
-  int64_t half_ = 0;            // elements of the first of update()'s halves
-  std::array<std::vector<int64_t>, 2> decay_edges_;
-  runtime::Buffer device_edges_;
-  const int64_t* edges_[2] = {};
   Communicators communicators_;
   std::vector<comm::WorkPtr> fetches_;
 
@@ -156,21 +152,8 @@ Status FullyShardedImpl::allocate(comm::SymmetricHeap& heap, Stream& stream) {
   vote_.attach(vote);
   held_.assign(table_.units().size(), false);
 
-  half_ = length / 2;
-  for (int half = 0; half < 2; ++half) {
-    decay_edges_[half] = plan_decay_edges(table_, state_.ranges, half == 0 ? 0 : half_, half == 0 ? half_ : length);
-    edges_[half] = decay_edges_[half].data();
-  }
   if (!backend_.asynchronous()) return ok_status();
-  const auto bytes = [](const std::vector<int64_t>& edges) { return static_cast<int64_t>(edges.size() * 8); };
-  KTG_ASSIGN_OR_RETURN(
-      device_edges_, backend_.allocate(bytes(decay_edges_[0]) + bytes(decay_edges_[1]) + 8, "ranges of weight decay"));
-  auto* to = device_edges_.as<int64_t>();
-  for (int half = 0; half < 2; ++half) {
-    edges_[half] = to;
-    KTG_RETURN_IF_ERROR(backend_.copy(to, decay_edges_[half].data(), bytes(decay_edges_[half]), stream));
-    to += decay_edges_[half].size();
-  }
+  KTG_RETURN_IF_ERROR(owned_update_.prepare_device(backend_, stream));
   KTG_ASSIGN_OR_RETURN(device_vote_, DeviceVote::create(vote_, num_losses(),
                                                         /*add_up=*/!options_.config.fixed_order(), backend_));
   return ok_status();
@@ -315,23 +298,15 @@ Status FullyShardedImpl::gradients_ready(int unit, Stream& stream) {
 
 Status FullyShardedImpl::finish_reduce(Stream& stream, Deadline deadline) { return reduce_.finish(stream, deadline); }
 
-// In two halves, so that a fault can strike between them.
 Status FullyShardedImpl::update(const kernels::AdamWScalars* scalars, Stream& stream) {
   gather_.forget();
   vectors_.forget();
-  KTG_RETURN_IF_ERROR(update_half(0, scalars, stream));
+  const auto half = [&](int h) {
+    return owned_update_.half(h, state_, rounded_, options_.dtype, reduce_.shard_gradient(), scalars, backend_, stream);
+  };
+  KTG_RETURN_IF_ERROR(half(0));
   KTG_RETURN_IF_ERROR(at(StepPoint::kMidUpdate));
-  return update_half(1, scalars, stream);
-}
-
-Status FullyShardedImpl::update_half(int half, const kernels::AdamWScalars* scalars, Stream& stream) {
-  const int64_t begin = half == 0 ? 0 : half_, end = half == 0 ? half_ : state_.length;
-  uint8_t* copy = rounded_ == nullptr ? nullptr : rounded_ + begin * kernels::size_of(options_.dtype);
-  return stream.launched(backend_.kernels().optimizer->adamw(
-                             state_.weights + begin, state_.m + begin, state_.v + begin, copy,
-                             reduce_.shard_gradient() + begin, end - begin, scalars, edges_[half],
-                             static_cast<int64_t>(decay_edges_[half].size()), options_.dtype, stream.handle()),
-                         "adamw");
+  return half(1);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // What a step sends, and what a rank keeps beside its heap, by formula.
 #include <algorithm>
 
-#include "parallel/decay_edges.h"
+#include "parallel/owned_update.h"
 #include "parallel/sharded/shard_plan.h"
 #include "parallel/sharded/vector_table.h"
 
@@ -56,16 +56,13 @@ FullySharded::Traffic plan_traffic(const runtime::ParamTable& table, const Fully
 
 int64_t FullySharded::device_bytes(const runtime::ParamTable& table, const FullyShardedOptions& options) {
   const ShardPlan plan(table, options.config, options.dtype, options.rank, options.world_size);
-  const std::vector<runtime::StateRange> ranges = plan.shards.ranges();
-  const int64_t length = plan.shards.local_length(), half = length / 2;
-  const auto edges = static_cast<int64_t>(plan_decay_edges(table, ranges, 0, half).size() +
-                                          plan_decay_edges(table, ranges, half, length).size());
+  const OwnedUpdate update(table, plan.shards.ranges(), plan.shards.local_length());
   FullySharded::Traffic none;
   const VectorTable vectors(table, plan, nullptr, none);
   int64_t longest = 0;
   for (int u = 0; u < plan.num_units(); ++u) longest = std::max(longest, plan.shards[u].chunk);
-  return (edges + 1) * static_cast<int64_t>(sizeof(int64_t)) + DeviceVote::device_bytes(options.num_micro_steps) +
-         vectors.memory_bytes() + (plan.wire_bf16 ? longest * 4 : 0);
+  return update.device_bytes() + DeviceVote::device_bytes(options.num_micro_steps) + vectors.memory_bytes() +
+         (plan.wire_bf16 ? longest * 4 : 0);
 }
 
 }  // namespace kintsugi::parallel
