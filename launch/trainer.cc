@@ -124,7 +124,7 @@ Status TrainerImpl::build() {
   }
   const bool device = backend_->asynchronous();
   if (device) {
-    device_ = std::make_unique<DeviceStep>();
+    device_ = std::make_unique<DeviceStep>(*backend_);
     KTG_ASSIGN_OR_RETURN(const runtime::DeviceMemory memory, backend_->memory());
     device_->bytes_free_before = memory.available_bytes;
     const int64_t heap_bytes = environment_.state_heap == nullptr ? 0 : environment_.state_heap->capacity_bytes();
@@ -233,8 +233,12 @@ Result<RunOutcome> TrainerImpl::run_steps() {
     const int64_t next = state().step + 1;
     const Result<VoteOutcome> vote = device_ ? device_step(next) : step(next);
     if (!vote.ok()) return explained(vote.status());
-    if (vote->stop_requested != 0 && state().step < config_.training.steps) return save_and_leave();
+    if (vote->stop_requested != 0 && state().step < config_.training.steps) {
+      KTG_RETURN_IF_ERROR(explained(parallel_->settle(*stream_, collective_deadline())));
+      return save_and_leave();
+    }
   }
+  KTG_RETURN_IF_ERROR(explained(parallel_->settle(*stream_, collective_deadline())));
   return finish();
 }
 
@@ -246,7 +250,7 @@ Result<VoteOutcome> TrainerImpl::step(int64_t step) {
   KTG_RETURN_IF_ERROR(forward_backward(step));
   KTG_RETURN_IF_ERROR(finish_reduce(step));
   KTG_ASSIGN_OR_RETURN(const VoteOutcome vote, this->vote(step));
-  KTG_RETURN_IF_ERROR(update(vote));
+  KTG_RETURN_IF_ERROR(update(vote, /*ahead=*/true));
   KTG_RETURN_IF_ERROR(complete_step(vote, /*timed=*/true));
   return vote;
 }
@@ -335,7 +339,7 @@ kernels::StepInputs TrainerImpl::step_inputs(int64_t step) const {
 }
 
 // From the vote's bits alone, so that it can be repeated after a death.
-Status TrainerImpl::update(const VoteOutcome& vote) {
+Status TrainerImpl::update(const VoteOutcome& vote, bool ahead) {
   const trace::ScopedSpan span(&timeline_, "update", vote.step);
   fault_step_ = vote.step;
   scalars_ = kernels::update_scalars(step_inputs(vote.step), {.gradient_norm = vote.gradient_norm,
@@ -347,7 +351,8 @@ Status TrainerImpl::update(const VoteOutcome& vote) {
     KTG_RETURN_IF_ERROR(parallel_->device_vote().upload_scalars(scalars_, *update_stream_));
     scalars = parallel_->device_vote().scalars();
   }
-  KTG_RETURN_IF_ERROR(parallel_->update(scalars, *update_stream_));
+  KTG_RETURN_IF_ERROR(ahead ? parallel_->update_ahead(scalars, *update_stream_)
+                            : parallel_->update(scalars, *update_stream_));
   if (device_) KTG_RETURN_IF_ERROR(update_stream_->synchronize(collective_deadline()));
   committed(vote);
   return ok_status();

@@ -84,11 +84,15 @@ Status TrainerImpl::queue_step(int64_t step) {
   KTG_RETURN_IF_ERROR(parallel_->device_vote().upload(step_inputs(step), *stream_));
   parallel_->begin_step(layout_);
   // The first step prepares what libraries prepare at their first call; deliberate deaths strike between operations.
-  if (!config_.training.cuda_graphs || !parallel_->can_replay() || d.eager_steps == 0 || faults_.any_at(step)) {
+  if (!config_.training.cuda_graphs || d.eager_steps == 0 || faults_.any_at(step)) {
     ++d.eager_steps;
     return queue_operations();
   }
-  return d.update_piece == nullptr ? record_operations() : replay_operations();
+  if (d.recorded.recorded()) return d.recorded.replay(*stream_);
+  parallel_->set_outside([&d](std::function<Status()> call) { return d.recorded.outside(std::move(call)); });
+  const Status status = d.recorded.record(*stream_, [this] { return queue_operations(); });
+  parallel_->set_outside(nullptr);
+  return status;
 }
 
 Status TrainerImpl::queue_model() {
@@ -107,93 +111,33 @@ Status TrainerImpl::queue_model() {
   return ok_status();
 }
 
+// Between ranks, what is no kernel's work lies outside the graphs of a recording; one rank's step has a single break,
+// at which the update waits for the snapshot.
+Status TrainerImpl::queue_operations() {
+  parallel::RecordedStep& recorded = device_->recorded;
+  const bool alone = device_communicator_ == nullptr;
+  const auto finish = [this] { return parallel_->finish_reduce(*stream_, collective_deadline()); };
+  KTG_RETURN_IF_ERROR(queue_model());
+  KTG_RETURN_IF_ERROR(alone ? finish() : recorded.outside(finish));
+  KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kBeforeVote, fault_step_));
+  KTG_RETURN_IF_ERROR(parallel_->enter_vote(*stream_));
+  if (!alone) {
+    KTG_RETURN_IF_ERROR(recorded.outside(
+        [this] { return parallel_->device_vote().gather(*device_communicator_, *stream_, collective_deadline()); }));
+  }
+  KTG_RETURN_IF_ERROR(
+      recorded.outside([this] { return device_->snapshot ? device_->copied->wait_on(*stream_) : ok_status(); }));
+  recorded.begin_whole();
+  return queue_update();
+}
+
 // The gate and the update behind it, as one: once the gate is queued, the whole update must be.
 Status TrainerImpl::queue_update() {
   stream_->set_stop_token(StopToken());
   Status status = parallel_->device_vote().count(*stream_);
-  if (status.ok()) status = parallel_->update(parallel_->device_vote().scalars(), *stream_);
+  if (status.ok()) status = parallel_->update_ahead(parallel_->device_vote().scalars(), *stream_);
   stream_->set_stop_token(stop_);
   return status;
-}
-
-Status TrainerImpl::queue_operations() {
-  parallel::DeviceVote& vote = parallel_->device_vote();
-  KTG_RETURN_IF_ERROR(queue_model());
-  KTG_RETURN_IF_ERROR(parallel_->finish_reduce(*stream_, collective_deadline()));
-  KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kBeforeVote, fault_step_));
-  KTG_RETURN_IF_ERROR(parallel_->enter_vote(*stream_));
-  if (device_communicator_) KTG_RETURN_IF_ERROR(vote.gather(*device_communicator_, *stream_, collective_deadline()));
-  if (device_->snapshot) KTG_RETURN_IF_ERROR(device_->copied->wait_on(*stream_));
-  return queue_update();
-}
-
-// Records the step while it is queued: each piece is launched as soon as it is complete, so that the communicator finds
-// its place behind it.
-Status TrainerImpl::record_operations() {
-  DeviceStep& d = *device_;
-  parallel::DeviceVote& vote = parallel_->device_vote();
-  bool recording = false;
-  const auto begin = [&] {
-    recording = true;
-    return backend_->begin_recording(*stream_);
-  };
-  const auto end = [&]() -> Result<std::unique_ptr<runtime::Graph>> {
-    recording = false;
-    KTG_ASSIGN_OR_RETURN(std::unique_ptr<runtime::Graph> graph, backend_->end_recording(*stream_));
-    if (graph->num_operations() == 0) return std::unique_ptr<runtime::Graph>();
-    KTG_RETURN_IF_ERROR(graph->launch(*stream_));
-    return graph;
-  };
-  const auto record = [&]() -> Status {
-    parallel_->set_around_communication([&](const std::function<Status()>& call) -> Status {
-      if (!recording) return call();
-      KTG_ASSIGN_OR_RETURN(std::unique_ptr<runtime::Graph> graph, end());
-      d.model_pieces.push_back({.graph = std::move(graph), .sums = 1});
-      KTG_RETURN_IF_ERROR(call());
-      return begin();
-    });
-    KTG_RETURN_IF_ERROR(begin());
-    KTG_RETURN_IF_ERROR(queue_model());
-    // At one rank what enters the vote follows without a break.
-    if (!device_communicator_) KTG_RETURN_IF_ERROR(parallel_->enter_vote(*stream_));
-    KTG_ASSIGN_OR_RETURN(std::unique_ptr<runtime::Graph> last, end());
-    d.model_pieces.push_back({.graph = std::move(last), .sums = 0});
-    KTG_RETURN_IF_ERROR(parallel_->finish_reduce(*stream_, collective_deadline()));
-    if (device_communicator_) {
-      KTG_RETURN_IF_ERROR(begin());
-      KTG_RETURN_IF_ERROR(parallel_->enter_vote(*stream_));
-      KTG_ASSIGN_OR_RETURN(d.vote_piece, end());
-      KTG_RETURN_IF_ERROR(vote.gather(*device_communicator_, *stream_, collective_deadline()));
-    }
-    if (d.snapshot) KTG_RETURN_IF_ERROR(d.copied->wait_on(*stream_));
-    KTG_RETURN_IF_ERROR(begin());
-    KTG_RETURN_IF_ERROR(queue_update());
-    KTG_ASSIGN_OR_RETURN(d.update_piece, end());
-    return ok_status();
-  };
-  d.model_pieces.clear();
-  d.vote_piece.reset();
-  const Status status = record();
-  parallel_->set_around_communication(nullptr);
-  if (recording) (void)backend_->end_recording(*stream_).ok();  // dropped, and never run
-  return status;
-}
-
-Status TrainerImpl::replay_operations() {
-  DeviceStep& d = *device_;
-  parallel_->begin_micro_step(layout_.num_micro_steps - 1);
-  for (const DeviceStep::Piece& piece : d.model_pieces) {
-    if (stop_.requested()) return aborted("stopped between two pieces of a step");
-    if (piece.graph) KTG_RETURN_IF_ERROR(piece.graph->launch(*stream_));
-    for (int i = 0; i < piece.sums; ++i) KTG_RETURN_IF_ERROR(parallel_->replay_communication(*stream_));
-  }
-  KTG_RETURN_IF_ERROR(parallel_->finish_reduce(*stream_, collective_deadline()));
-  if (d.vote_piece) {
-    KTG_RETURN_IF_ERROR(d.vote_piece->launch(*stream_));
-    KTG_RETURN_IF_ERROR(parallel_->device_vote().gather(*device_communicator_, *stream_, collective_deadline()));
-  }
-  if (d.snapshot) KTG_RETURN_IF_ERROR(d.copied->wait_on(*stream_));
-  return d.update_piece->launch(*stream_);
 }
 
 // Ends when the step has passed the gate, with the generation, with a fault of the device, with an error of the

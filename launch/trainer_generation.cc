@@ -226,7 +226,7 @@ Status TrainerImpl::join_survivors(const Verdict& verdict) {
         << "this rank holds step " << s.step << ", the verdict commits " << committed;
     if (s.step == committed - 1) {
       KTG_CHECK(verdict.vote.step == committed) << "the verdict's vote is of step " << verdict.vote.step;
-      KTG_RETURN_IF_ERROR(update(verdict.vote));
+      KTG_RETURN_IF_ERROR(update(verdict.vote, /*ahead=*/false));
     }
   }
   KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kDuringRecovery, committed));

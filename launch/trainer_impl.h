@@ -17,6 +17,7 @@
 #include "parallel/communicator_groups.h"
 #include "parallel/data_parallel.h"
 #include "parallel/fully_sharded.h"
+#include "parallel/recorded_step.h"
 #include "runtime/model/transformer.h"
 #include "runtime/trace/timeline.h"
 
@@ -27,11 +28,7 @@ inline constexpr int64_t kTimelineSpans = 8192;
 
 // What the step needs on a device beside the model and the state.
 struct DeviceStep {
-  // Operations that are launched as one, and how many buckets are handed to the communicator behind them.
-  struct Piece {
-    std::unique_ptr<runtime::Graph> graph;  // null: nothing was between two calls of the communicator
-    int sums = 0;
-  };
+  explicit DeviceStep(runtime::Backend& backend) : recorded(backend) {}
   struct Snapshot {
     int64_t step, cursor;
     int slot;
@@ -42,9 +39,7 @@ struct DeviceStep {
   runtime::Buffer tokens, staged[2];
   int64_t staged_sample[2] = {-1, -1};
 
-  // The recorded step: backward's pieces, then what enters the vote, then the count and the update.
-  std::vector<Piece> model_pieces;
-  std::unique_ptr<runtime::Graph> vote_piece, update_piece;
+  parallel::RecordedStep recorded;
   int64_t eager_steps = 0;  // made by this process before it recorded
   Duration longest_wait{};  // for a vote
 
@@ -80,7 +75,8 @@ class TrainerImpl final : public Trainer {
   Status forward_backward(int64_t step);
   Status finish_reduce(int64_t step);
   Result<VoteOutcome> vote(int64_t step);
-  Status update(const VoteOutcome& vote);
+  // `ahead`: all ranks make it together, in a step.
+  Status update(const VoteOutcome& vote, bool ahead);
   // The state is of vote.step now: the update has been made, or (on a device) passed its gate.
   void committed(const VoteOutcome& vote);
   kernels::StepInputs step_inputs(int64_t step) const;
@@ -98,8 +94,6 @@ class TrainerImpl final : public Trainer {
   Status stage(int64_t step);
   Status queue_step(int64_t step);
   Status queue_operations();
-  Status record_operations();
-  Status replay_operations();
   Status queue_model();
   Status queue_update();
   Result<VoteOutcome> await_vote(int64_t step);

@@ -14,7 +14,7 @@ using kernels::DType;
 
 OwnedUpdate whole_update(const runtime::ParamTable& table) {
   const runtime::StateRange all{.begin = 0, .count = table.total_length(), .local_begin = 0};
-  return OwnedUpdate(table, std::span(&all, 1), table.total_length());
+  return OwnedUpdate(table, std::span(&all, 1), OwnedUpdate::halves(table.total_length()));
 }
 
 GradientStack plan_stack(const DataParallelOptions& options) {
@@ -177,7 +177,7 @@ Status DataParallel::gradients_ready(int unit, runtime::Stream& stream) {
   if (layout_.fixed_order()) KTG_RETURN_IF_ERROR(merge_shards(unit, stream));
   if (!last_micro_step() || !options_.overlap) return ok_status();
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].last_unit >= unit) {
-    KTG_RETURN_IF_ERROR(reduce(buckets_[next_bucket_], stream));
+    KTG_RETURN_IF_ERROR(reduce(stream));
   }
   return backend_.asynchronous() ? ok_status() : make_progress();
 }
@@ -194,19 +194,21 @@ Status DataParallel::merge_shards(int unit, runtime::Stream& stream) {
   return ok_status();
 }
 
-Status DataParallel::reduce(const Bucket& bucket, runtime::Stream& stream) {
-  if (bucket_timeline_ != nullptr) issued_ns_[next_bucket_] = monotonic_ns();
+Status DataParallel::reduce(runtime::Stream& stream) {
+  const size_t next = next_bucket_++;
+  if (bucket_timeline_ != nullptr) issued_ns_[next] = monotonic_ns();
   // One rank of a device: its sums are the whole sums.
   if (communicator_ != nullptr) {
-    const auto call = [&] { return start_sum(bucket, stream); };
-    KTG_RETURN_IF_ERROR(around_ ? around_(call) : call());
+    KTG_RETURN_IF_ERROR(outside([this, next, &stream] { return start_sum(next, stream); }));
   }
-  return next_bucket_++ == 0 ? at(StepPoint::kMidReduce) : ok_status();
+  return next == 0 ? at(StepPoint::kMidReduce) : ok_status();
 }
 
-Status DataParallel::start_sum(const Bucket& bucket, runtime::Stream& stream) {
+Status DataParallel::start_sum(size_t next, runtime::Stream& stream) {
+  const Bucket& bucket = buckets_[next];
+  next_bucket_ = next + 1;
   if (layout_.fixed_order()) {
-    const std::span<float* const> parts(parts_.data() + next_bucket_ * stack_.num_parts, stack_.num_parts);
+    const std::span<float* const> parts(parts_.data() + next * stack_.num_parts, stack_.num_parts);
     KTG_ASSIGN_OR_RETURN(comm::WorkPtr work,
                          communicator_->all_reduce_fixed(parts[0], parts, layout_.num_shards, bucket.count, stream));
     in_flight_.push_back(std::move(work));
@@ -237,7 +239,7 @@ void DataParallel::completed() {
 }
 
 Status DataParallel::finish_reduce(runtime::Stream& stream, Deadline deadline) {
-  while (next_bucket_ < buckets_.size()) KTG_RETURN_IF_ERROR(reduce(buckets_[next_bucket_], stream));
+  while (next_bucket_ < buckets_.size()) KTG_RETURN_IF_ERROR(reduce(stream));
   while (completed_ < in_flight_.size()) {
     KTG_RETURN_IF_ERROR(in_flight_[completed_]->wait(deadline));
     completed();
@@ -251,7 +253,7 @@ Result<VoteResult> DataParallel::vote(const VoteBallot& ballot, runtime::Stream&
 
 Status DataParallel::update(const kernels::AdamWScalars* scalars, runtime::Stream& stream) {
   const auto half = [&](int h) {
-    return owned_update_.half(h, state_, compute_copy_.data(), options_.dtype, gradient(), scalars, backend_, stream);
+    return owned_update_.part(h, state_, compute_copy_.data(), options_.dtype, gradient(), scalars, backend_, stream);
   };
   KTG_RETURN_IF_ERROR(half(0));
   KTG_RETURN_IF_ERROR(at(StepPoint::kMidUpdate));

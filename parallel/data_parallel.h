@@ -64,10 +64,6 @@ class DataParallel final : public ParallelMode {
   Status enter_vote(runtime::Stream& stream) override { return device_vote_->enter(gradient(), stream); }
   Status update(const kernels::AdamWScalars* scalars, runtime::Stream& stream) override;
   void set_probe(std::function<Status(StepPoint)> probe) override { probe_ = std::move(probe); }
-  void set_around_communication(Around around) override { around_ = std::move(around); }
-  bool can_replay() const override { return true; }
-  // Gives the next bucket to the communicator.
-  Status replay_communication(runtime::Stream& stream) override { return reduce(buckets_[next_bucket_], stream); }
   void set_timelines(trace::Timeline* units, trace::Timeline* buckets) override;
 
   // UnitAccess.
@@ -82,8 +78,9 @@ class DataParallel final : public ParallelMode {
   Status prepare_device(runtime::Stream& stream);
   // Fixed order: sums the unit's finished subtrees down the stack while they are in the cache.
   Status merge_shards(int unit, runtime::Stream& stream);
-  Status reduce(const Bucket& bucket, runtime::Stream& stream);
-  Status start_sum(const Bucket& bucket, runtime::Stream& stream);
+  // The next bucket's sum.
+  Status reduce(runtime::Stream& stream);
+  Status start_sum(size_t bucket, runtime::Stream& stream);
   Status make_progress();
   void completed();
   Status at(StepPoint point) { return probe_ ? probe_(point) : ok_status(); }
@@ -104,7 +101,6 @@ class DataParallel final : public ParallelMode {
   std::vector<float*> parts_;     // fixed order: num_parts pointers a bucket
   comm::Communicator* communicator_ = nullptr;
   std::function<Status(StepPoint)> probe_;
-  Around around_;
 
   BatchLayout layout_;
   int64_t micro_step_ = 0;

@@ -26,7 +26,7 @@ class FullyShardedImpl final : public FullySharded {
         gather_(table, plan_, backend, options.overlap, traffic_),
         reduce_(table, plan_, backend, traffic_),
         vectors_(table, plan_, &backend, traffic_),
-        owned_update_(table, plan_.shards.ranges(), plan_.shards.local_length()),
+        owned_update_(table, plan_.shards.ranges(), plan_.update_borders()),
         vote_(table.units(), plan_.mesh, options.config, options.rank) {
     for (const runtime::UnitInfo& unit : table.units()) {
       forward_names_.push_back("forward " + unit.name);
@@ -49,7 +49,7 @@ class FullyShardedImpl final : public FullySharded {
     communicators_ = communicators;
     gather_.set_communicator(communicators.gather);
     reduce_.set_communicators(communicators);
-    vectors_.set_communicator(communicators.gather);
+    vectors_.set_communicator(communicators.reduce);
     fetches_.clear();
     held_.assign(held_.size(), false);
   }
@@ -68,13 +68,9 @@ class FullyShardedImpl final : public FullySharded {
   DeviceVote& device_vote() override { return *device_vote_; }
   Status enter_vote(Stream& stream) override { return device_vote_->enter(reduce_.shard_gradient(), stream); }
   Status update(const kernels::AdamWScalars* scalars, Stream& stream) override;
+  Status update_ahead(const kernels::AdamWScalars* scalars, Stream& stream) override;
+  Status settle(Stream& stream, Deadline deadline) override;
   void set_probe(std::function<Status(StepPoint)> probe) override { probe_ = std::move(probe); }
-  void set_around_communication(Around) override {}
-  // Among ranks a step's collectives start on several streams. One rank has none.
-  bool can_replay() const override { return plan_.alone; }
-  Status replay_communication(Stream&) override {
-    return failed_precondition("steps of sharded modes are not recorded");
-  }
   void set_timelines(trace::Timeline* units, trace::Timeline* collectives) override {
     unit_timeline_ = units;
     gather_.set_timeline(collectives);
@@ -88,7 +84,7 @@ class FullyShardedImpl final : public FullySharded {
   Status gradients_ready(int unit, Stream& stream) override;
 
   const UnitShards& shards() const override { return plan_.shards; }
-  Traffic traffic() const override { return traffic_; }
+  Traffic traffic() const override { return between_steps_ ? of_last_step_ : traffic_; }
 
  private:
   static constexpr auto kPatience = std::chrono::minutes(10);  // comm.timeout_ms is shorter
@@ -101,6 +97,11 @@ class FullyShardedImpl final : public FullySharded {
   }
   Status at(StepPoint point) { return probe_ ? probe_(point) : ok_status(); }
   Status progress();
+  Status bring_vectors(bool first_of_step, Stream& stream);
+  Status update_part(int part, const kernels::AdamWScalars* scalars, Stream& stream);
+  void weights_differ();
+  // What went wrong with a communicator is found again by whoever waits for it.
+  void note(const Status& ahead) { goes_ahead_ = goes_ahead_ && ahead.ok(); }
   bool reduces_now() const { return plan_.every_step || micro_step_ + 1 == options_.num_micro_steps; }
   Result<int> source_in_group(uint64_t joining, int source_rank) const;
 
@@ -108,7 +109,9 @@ class FullyShardedImpl final : public FullySharded {
   const FullyShardedOptions options_;
   runtime::Backend& backend_;
   const ShardPlan plan_;
-  Traffic traffic_;
+  Traffic traffic_, of_last_step_;
+  bool between_steps_ = false;  // from update_ahead() on, what is sent is the next step's
+  bool goes_ahead_ = false;     // update_ahead() goes on starting gathers
   WeightGather gather_;
   GradientReduce reduce_;
   VectorTable vectors_;
@@ -167,7 +170,9 @@ Status FullyShardedImpl::weights_changed(Stream& stream, Deadline deadline) {
   }
   gather_.forget();
   vectors_.forget();
-  return vectors_.gather(stream, deadline);
+  if (vectors_.empty()) return ok_status();
+  KTG_RETURN_IF_ERROR(vectors_.receive(stream, deadline));
+  return vectors_.unpack(stream);
 }
 
 // Of the ranks that hold what this rank holds: whom those that join read. Its place among them; -1: nobody joins.
@@ -207,7 +212,7 @@ Status FullyShardedImpl::finish_fetch(Stream& stream, Deadline deadline) {
 
 void FullyShardedImpl::begin_step(const BatchLayout& layout) {
   layout_ = layout;
-  traffic_ = {};
+  if (!std::exchange(between_steps_, false)) traffic_ = {};
   reduced_any_ = false;
   reduce_.begin_step();
   begin_micro_step(0);
@@ -249,13 +254,18 @@ Status FullyShardedImpl::progress() {
 Result<runtime::UnitAccess::Weights> FullyShardedImpl::acquire(int unit, Stream& stream) {
   KTG_RETURN_IF_ERROR(progress());
   if (unit == table_.num_units() / 2 && !in_backward_) KTG_RETURN_IF_ERROR(at(StepPoint::kForward));
-  KTG_RETURN_IF_ERROR(vectors_.gather(stream, patience()));
+  KTG_RETURN_IF_ERROR(bring_vectors(unit == 0 && !in_backward_ && !head_held_ && micro_step_ == 0, stream));
   // Inside the head's hold a tied table is acquired again: nothing follows it there. The embedding's backward reads no
   // weights.
   int next = in_backward_ ? unit - 1 : unit + 1;
   if (next > last_unit() || (in_backward_ && next < 1) || (unit == 0 && head_held_)) next = -1;
   if (unit == last_unit()) head_held_ = true;
-  KTG_ASSIGN_OR_RETURN(const void* compute, gather_.acquire(unit, next, stream, patience()));
+  if (plan_.num_shards > 1) {
+    gather_.hold(unit);
+    if (!gather_.may_come_ahead(next)) next = -1;
+    KTG_RETURN_IF_ERROR(outside([this, unit, next, &stream] { return gather_.bring(unit, next, stream, patience()); }));
+  }
+  const void* compute = gather_.weights(unit);
   if (unit_timeline_ != nullptr) acquired_ns_[static_cast<size_t>(unit)] = monotonic_ns();
   if (!plan_.rounded) return Weights{static_cast<const float*>(compute), compute};
   if (vectors_.empty()) return Weights{state_.weights + plan_.shards[unit].local_begin, compute};
@@ -263,7 +273,7 @@ Result<runtime::UnitAccess::Weights> FullyShardedImpl::acquire(int unit, Stream&
 }
 
 Status FullyShardedImpl::release(int unit, Stream&) {
-  gather_.release(unit);
+  if (plan_.num_shards > 1) gather_.release(unit);
   if (unit == last_unit()) head_held_ = false;
   if (unit_timeline_ != nullptr) {
     const std::vector<std::string>& names = in_backward_ ? backward_names_ : forward_names_;
@@ -279,7 +289,10 @@ Result<runtime::UnitAccess::Gradients> FullyShardedImpl::gradients(int unit, Str
   // A tied table's gradient is asked for twice.
   const auto i = static_cast<size_t>(unit);
   const bool accumulate = !plan_.every_step && micro_step_ > 0;
-  if (!held_[i] && !accumulate) KTG_RETURN_IF_ERROR(reduce_.take_slot(unit, stream, patience()));
+  if (!held_[i] && !accumulate) {
+    const auto take = [this, unit, &stream] { return reduce_.take_slot(unit, stream, patience()); };
+    KTG_RETURN_IF_ERROR(plan_.one_rank ? take() : outside(take));
+  }
   held_[i] = true;
   return Gradients{reduce_.slot(unit), accumulate};
 }
@@ -287,8 +300,11 @@ Result<runtime::UnitAccess::Gradients> FullyShardedImpl::gradients(int unit, Str
 Status FullyShardedImpl::gradients_ready(int unit, Stream& stream) {
   if (!reduces_now()) return progress();
   const bool first = !plan_.every_step || micro_step_ == 0;
-  KTG_RETURN_IF_ERROR(reduce_.start(unit, micro_step_, first, stream, patience()));
-  if (!options_.overlap) KTG_RETURN_IF_ERROR(reduce_.finish(stream, patience()));
+  const auto start = [this, unit, m = micro_step_, first, &stream]() -> Status {
+    KTG_RETURN_IF_ERROR(reduce_.start(unit, m, first, stream, patience()));
+    return options_.overlap ? ok_status() : reduce_.finish(stream, patience());
+  };
+  KTG_RETURN_IF_ERROR(plan_.one_rank ? start() : outside(start));
   if (!reduced_any_) {
     reduced_any_ = true;
     KTG_RETURN_IF_ERROR(at(StepPoint::kMidReduce));
@@ -298,15 +314,64 @@ Status FullyShardedImpl::gradients_ready(int unit, Stream& stream) {
 
 Status FullyShardedImpl::finish_reduce(Stream& stream, Deadline deadline) { return reduce_.finish(stream, deadline); }
 
-Status FullyShardedImpl::update(const kernels::AdamWScalars* scalars, Stream& stream) {
+// A recording brings them whatever is known now: replays follow updates.
+Status FullyShardedImpl::bring_vectors(bool first_of_step, Stream& stream) {
+  if (vectors_.known() && !(recording() && first_of_step && !vectors_.empty())) return ok_status();
+  KTG_RETURN_IF_ERROR(outside([this, &stream] { return vectors_.receive(stream, patience()); }));
+  return vectors_.unpack(stream);
+}
+
+void FullyShardedImpl::weights_differ() {
   gather_.forget();
   vectors_.forget();
-  const auto half = [&](int h) {
-    return owned_update_.half(h, state_, rounded_, options_.dtype, reduce_.shard_gradient(), scalars, backend_, stream);
-  };
-  KTG_RETURN_IF_ERROR(half(0));
-  KTG_RETURN_IF_ERROR(at(StepPoint::kMidUpdate));
-  return half(1);
+}
+
+Status FullyShardedImpl::update_part(int part, const kernels::AdamWScalars* scalars, Stream& stream) {
+  if (part == owned_update_.num_parts() / 2) KTG_RETURN_IF_ERROR(at(StepPoint::kMidUpdate));
+  return owned_update_.part(part, state_, rounded_, options_.dtype, reduce_.shard_gradient(), scalars, backend_,
+                            stream);
+}
+
+Status FullyShardedImpl::update(const kernels::AdamWScalars* scalars, Stream& stream) {
+  weights_differ();
+  for (int part = 0; part < owned_update_.num_parts(); ++part) {
+    KTG_RETURN_IF_ERROR(update_part(part, scalars, stream));
+  }
+  return ok_status();
+}
+
+Status FullyShardedImpl::update_ahead(const kernels::AdamWScalars* scalars, Stream& stream) {
+  if (plan_.num_shards == 1) return update(scalars, stream);
+  KTG_RETURN_IF_ERROR(outside([this] {
+    weights_differ();
+    of_last_step_ = std::exchange(traffic_, {});
+    between_steps_ = goes_ahead_ = true;
+    return ok_status();
+  }));
+  auto next = gather_.first_units().begin();
+  for (int unit = 0; unit < plan_.num_units(); ++unit) {
+    KTG_RETURN_IF_ERROR(update_part(unit, scalars, stream));
+    if (next != gather_.first_units().end() && *next == unit) {
+      ++next;
+      KTG_RETURN_IF_ERROR(outside([this, unit, &stream] {
+        if (goes_ahead_) note(gather_.start(unit, stream));
+        return ok_status();
+      }));
+    }
+    if (goes_ahead_) note(progress());
+  }
+  if (!options_.overlap || vectors_.empty()) return ok_status();
+  return outside([this, &stream] {
+    if (goes_ahead_) note(vectors_.start(stream));
+    return ok_status();
+  });
+}
+
+Status FullyShardedImpl::settle(Stream& stream, Deadline deadline) {
+  KTG_RETURN_IF_ERROR(gather_.settle(deadline));
+  KTG_RETURN_IF_ERROR(vectors_.settle(deadline));
+  // On a device the stream waits until here.
+  return backend_.asynchronous() ? stream.synchronize(deadline) : ok_status();
 }
 
 }  // namespace

@@ -4,9 +4,9 @@
 //
 // A step:
 //   begin_step(); for each micro-step { begin_micro_step(i); model.forward_backward(..., *this, ...), or
-//   idle_micro_step() where the rank has no samples in it }; finish_reduce(); vote(); update();
+//   idle_micro_step() where the rank has no samples in it }; finish_reduce(); vote(); update_ahead();
 // On a device none of these waits: finish_reduce() makes the stream wait for the sums, device_vote() takes the place of
-// vote(), and update() reads its scalars where the vote left them.
+// vote(), and update_ahead() reads its scalars where the vote left them.
 // Until update() has begun, a step may be dropped at any point and begun anew. From finish_reduce() until the next
 // begin_step() the gradient is complete, so an update that peers have made can still be made here.
 // "Collective" calls are made by all ranks of the generation, in the same order.
@@ -79,19 +79,33 @@ class ParallelMode : public runtime::UnitAccess {
   // AdamW over this rank's part. Local: no collective. `scalars` lies where kernels read it when they run. Give it a
   // stream without a stop token: half an update must not exist.
   virtual Status update(const kernels::AdamWScalars* scalars, runtime::Stream& stream) = 0;
+  // The same bits, and collective: weights that the next forward reads first leave for the peers as soon as they are
+  // updated, while the rest is. Not for an update that only some ranks have to make. What happens to a communicator
+  // meanwhile does not stop the update: the next acquire() tells.
+  virtual Status update_ahead(const kernels::AdamWScalars* scalars, runtime::Stream& stream) {
+    return update(scalars, stream);
+  }
+  // Waits for what update_ahead() has begun, where no forward follows it: before the communicators end in peace, or the
+  // mode before them.
+  virtual Status settle(runtime::Stream&, Deadline) { return ok_status(); }
 
   // Called at each StepPoint; an error ends the step there.
   virtual void set_probe(std::function<Status(StepPoint)> probe) = 0;
-  // Called around each call of a communicator inside forward and backward: where a recording must be interrupted. Null:
-  // nobody.
-  using Around = std::function<Status(const std::function<Status()>& call)>;
-  virtual void set_around_communication(Around around) = 0;
-  // Whether a step may be recorded into graphs and replayed: between the pieces replay_communication() repeats the
-  // calls that were made around, one by one and in their order.
-  virtual bool can_replay() const = 0;
-  virtual Status replay_communication(runtime::Stream& stream) = 0;
+  // While a step is recorded (recorded_step.h): what forward, backward and update_ahead() do beside queueing kernels on
+  // their stream - calls of communicators, waits for other streams, notes of what has been sent - is handed over as
+  // calls, which this makes at once and a replay makes again, in their order, after begin_step(). They stay good in
+  // later generations. Null: nobody records.
+  using Outside = std::function<Status(std::function<Status()> call)>;
+  void set_outside(Outside outside) { outside_ = std::move(outside); }
   // Where the spans of units ("forward block.0") and of collectives in flight go; null: nowhere.
   virtual void set_timelines(trace::Timeline* units, trace::Timeline* collectives) = 0;
+
+ protected:
+  Status outside(std::function<Status()> call) { return outside_ ? outside_(std::move(call)) : call(); }
+  bool recording() const { return outside_ != nullptr; }
+
+ private:
+  Outside outside_;
 };
 
 }  // namespace kintsugi::parallel

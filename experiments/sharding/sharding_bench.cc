@@ -195,7 +195,7 @@ Status run_rank(const Options& o, int rank, const std::vector<int>& fds, RankRep
                                                                                     .loss_sum = vote.loss_sum,
                                                                                     .num_tokens = vote.num_tokens,
                                                                                     .skip = vote.skip ? 1 : 0});
-    KTG_RETURN_IF_ERROR(mode.update(&scalars, *stream));
+    KTG_RETURN_IF_ERROR(mode.update_ahead(&scalars, *stream));
     report.seconds[step - 1] = static_cast<double>(monotonic_ns() - began) * 1e-9;
     report.inside_s[step - 1] = static_cast<double>(access.inside_ns) * 1e-9;
     report.losses[step - 1] = vote.loss_sum / static_cast<double>(vote.num_tokens);

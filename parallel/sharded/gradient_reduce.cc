@@ -27,7 +27,7 @@ Status GradientReduce::allocate(void* memory) {
     for (int u = 0; u < plan_.num_units(); ++u) longest = std::max(longest, chunk(u));
     KTG_ASSIGN_OR_RETURN(float_scratch_, backend_.allocate(longest * kFloat, "part of a gradient"));
   }
-  if (!backend_.asynchronous() || plan_.alone) return ok_status();
+  if (!backend_.asynchronous() || plan_.one_rank) return ok_status();
   KTG_ASSIGN_OR_RETURN(side_, backend_.create_stream());
   KTG_ASSIGN_OR_RETURN(ready_, backend_.create_event());
   for (int u = 0; u < plan_.num_units(); ++u) {
@@ -151,6 +151,7 @@ Status GradientReduce::copy(float* to, const float* from, int64_t count, runtime
 Status GradientReduce::scatter(Reduction& r, runtime::Stream& stream) {
   const int64_t count = chunk(r.unit), all = count * plan_.num_shards;
   float* gradient = whole(r.unit);
+  if (plan_.one_rank) return ok_status();
   if (plan_.fixed) {
     float* to = received(r.unit) + plan_.replica * all;
     if (plan_.num_shards == 1) return copy(to, gradient, all, stream);

@@ -6,7 +6,8 @@
 //                 which are leaves of the reduction tree, and adds up whole subtrees in one pass, then
 //                 these as a binary counter counts (gradient_stack.h)
 //
-// On the CPU a unit moves on when somebody polls; on a device all of it is queued at once, on a stream of its own.
+// On the CPU a unit moves on when somebody polls; on a device all of it is queued at once, on a stream of its own. One
+// rank needs neither, and no memory to receive in: it adds up what lies in the gradient's slot.
 #pragma once
 
 #include <deque>
@@ -54,7 +55,10 @@ class GradientReduce {
     if (plan_.alone) return local_ + plan_.shards[unit].local_begin;
     return slots_ + plan_.gradients.begin[index(plan_.gradients, unit)];
   }
-  float* received(int unit) const { return received_ + plan_.received.begin[index(plan_.received, unit)]; }
+  float* received(int unit) const {
+    if (plan_.one_rank) return whole(unit);
+    return received_ + plan_.received.begin[index(plan_.received, unit)];
+  }
   static size_t index(const Slots& slots, int unit) {
     return static_cast<size_t>(slots.of_unit[static_cast<size_t>(unit)]);
   }
@@ -83,7 +87,7 @@ class GradientReduce {
   CollectiveSpans spans_;
   std::deque<Reduction> in_flight_;
   runtime::Stream* caller_ = nullptr;
-  // On a device.
+  // On a device, among ranks.
   std::unique_ptr<runtime::Stream> side_;
   std::unique_ptr<runtime::Event> ready_;              // the gradient, on the caller's stream
   std::vector<std::unique_ptr<runtime::Event>> free_;  // by unit: its reduction has ended

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "parallel/gradient_stack.h"
+#include "parallel/owned_update.h"
 #include "parallel/vote.h"
 
 namespace kintsugi::parallel {
@@ -86,7 +87,8 @@ ShardPlan::ShardPlan(const runtime::ParamTable& table, const ParallelConfig& con
       rounded(dtype != kernels::DType::kF32),
       every_step(fixed || (config.mode != "zero1" && world_size > 1)),
       tied(!has_head_matrix(table)),
-      alone(world_size == 1 && !fixed),
+      one_rank(world_size == 1),
+      alone(one_rank && !fixed),
       dtype_(dtype) {
   const int units = table.num_units();
   std::vector<int64_t> gathered, whole, received_lengths;
@@ -100,7 +102,7 @@ ShardPlan::ShardPlan(const runtime::ParamTable& table, const ParallelConfig& con
   }
   weights = plan_slots(whole, config.mode != "zero3", kept, tied);
   if (!alone) gradients = plan_slots(gathered, config.mode == "zero1", none, tied);
-  if (fixed || wire_bf16) received = plan_slots(received_lengths, false, none, tied);
+  if ((fixed && !one_rank) || wire_bf16) received = plan_slots(received_lengths, false, none, tied);
   if (fixed) leaves = plan_leaf_runs(config.virtual_shards, world_size);
   vote_bytes_ = Vote(table.units(), mesh, config, rank).memory_bytes();
 }
@@ -118,6 +120,14 @@ StateMemory ShardPlan::memory() const {
   m.vote_bytes = vote_bytes_;
   m.compute_copy_bytes = weights.length * weight_bytes();
   return m;
+}
+
+std::vector<int64_t> ShardPlan::update_borders() const {
+  if (num_shards == 1) return OwnedUpdate::halves(shards.local_length());
+  std::vector<int64_t> borders;
+  for (int u = 0; u < num_units(); ++u) borders.push_back(shards[u].local_begin);
+  borders.push_back(shards.local_length());
+  return borders;
 }
 
 std::vector<runtime::StateRange> unit_padding(const runtime::ParamTable& table, int unit, int64_t length) {

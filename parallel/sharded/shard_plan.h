@@ -46,11 +46,14 @@ class ShardPlan {
   const bool rounded;     // the kernels read another type than fp32
   const bool every_step;  // gradients are reduced in every micro-step; zero1 in fast order: in the last
   const bool tied;        // the head has no matrix of its own
-  const bool alone;       // fast order at one rank: gradients are written where they stay, and nothing is exchanged
+  const bool one_rank;    // nothing is exchanged
+  const bool alone;       // fast order at one rank: gradients are written where they stay
   Slots weights, gradients, received;
   LeafRuns leaves;  // fixed order; buffers of the local space
 
   StateMemory memory() const;
+  // Where the local space is cut for the update: unit by unit where each is gathered next, else in halves.
+  std::vector<int64_t> update_borders() const;
   int64_t weight_bytes() const { return kernels::size_of(dtype_); }  // of one element that the kernels read
   // Slots that hold units of different layouts: what one leaves in another's padding must go.
   bool shared_ends() const { return !alone && gradients.of_unit.front() == gradients.of_unit.back(); }

@@ -56,7 +56,7 @@ FullySharded::Traffic plan_traffic(const runtime::ParamTable& table, const Fully
 
 int64_t FullySharded::device_bytes(const runtime::ParamTable& table, const FullyShardedOptions& options) {
   const ShardPlan plan(table, options.config, options.dtype, options.rank, options.world_size);
-  const OwnedUpdate update(table, plan.shards.ranges(), plan.shards.local_length());
+  const OwnedUpdate update(table, plan.shards.ranges(), plan.update_borders());
   FullySharded::Traffic none;
   const VectorTable vectors(table, plan, nullptr, none);
   int64_t longest = 0;

@@ -38,23 +38,37 @@ Status VectorTable::allocate(const float* local) {
   return ok_status();
 }
 
-Status VectorTable::gather(runtime::Stream& stream, Deadline deadline) {
-  if (known_ || length_ == 0) return ok_status();
-  known_ = true;
+Status VectorTable::start(runtime::Stream& stream) {
+  if (sent_off_ || length_ == 0) return ok_status();
   for (const Piece& piece : pieces_[static_cast<size_t>(plan_.shard)]) {
     KTG_RETURN_IF_ERROR(backend_->copy(sent_.as<float>() + piece.sent, local_ + piece.local, piece.count * 4, stream));
   }
-  KTG_ASSIGN_OR_RETURN(const comm::WorkPtr work,
-                       communicator_->all_gather(received_.data(), sent_.data(), bytes_a_rank(), stream));
+  KTG_ASSIGN_OR_RETURN(work_, communicator_->all_gather(received_.data(), sent_.data(), bytes_a_rank(), stream));
+  sent_off_ = true;
   ++traffic_.all_gathers;
   traffic_.all_gather_bytes += bytes_a_rank();
-  KTG_RETURN_IF_ERROR(work->wait(deadline));
+  return ok_status();
+}
+
+Status VectorTable::receive(runtime::Stream& stream, Deadline deadline) {
+  KTG_RETURN_IF_ERROR(start(stream));
+  return settle(deadline);
+}
+
+Status VectorTable::settle(Deadline deadline) {
+  if (work_ != nullptr) KTG_RETURN_IF_ERROR(work_->wait(deadline));
+  work_.reset();
+  return ok_status();
+}
+
+Status VectorTable::unpack(runtime::Stream& stream) {
   for (size_t s = 0; s < pieces_.size(); ++s) {
     const float* from = received_.as<float>() + static_cast<int64_t>(s) * most_;
     for (const Piece& piece : pieces_[s]) {
       KTG_RETURN_IF_ERROR(backend_->copy(table_.as<float>() + piece.at, from + piece.sent, piece.count * 4, stream));
     }
   }
+  unpacked_ = true;
   return ok_status();
 }
 

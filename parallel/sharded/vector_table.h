@@ -1,6 +1,7 @@
 // The fp32 vectors of all units (norms, biases), which kernels read unrounded where they read the rest in another type:
-// a small table that every rank has whole, gathered once after each update. In fp32 it is empty, because vectors are
-// then part of the gathered units, and with one shard, whose master weights are whole.
+// a small table that every rank has whole, gathered once after each update, on the communicator of the gradients, which
+// has nothing to do then: on that of the weights it would wait behind whole units. In fp32 it is empty, because vectors
+// are then part of the gathered units, and with one shard, whose master weights are whole.
 #pragma once
 
 #include <vector>
@@ -21,10 +22,20 @@ class VectorTable {
   int64_t memory_bytes() const { return (length_ + most_ * (1 + plan_.num_shards)) * 4; }
   // Bytes that this rank gives; 0: nothing is gathered.
   int64_t bytes_a_rank() const { return most_ * 4; }
-  void set_communicator(comm::Communicator* communicator) { communicator_ = communicator; }
-  void forget() { known_ = false; }
-  // Collective, unless the table is known.
-  Status gather(runtime::Stream& stream, Deadline deadline);
+  void set_communicator(comm::Communicator* communicator) {
+    communicator_ = communicator;
+    work_.reset();
+    forget();
+  }
+  void forget() { sent_off_ = unpacked_ = false; }
+  // Collective, unless it has been done since forget(): starts the gather.
+  Status start(runtime::Stream& stream);
+  // The same, and makes the stream wait for what comes; then unpack() queues its copies. Needed until known().
+  Status receive(runtime::Stream& stream, Deadline deadline);
+  Status unpack(runtime::Stream& stream);
+  // Waits for a gather that has been started.
+  Status settle(Deadline deadline);
+  bool known() const { return unpacked_ || length_ == 0; }
   // The unit's vectors as runtime::packed_vectors() lays them out.
   bool empty() const { return length_ == 0; }
   const float* of_unit(int unit) const { return table_.as<float>() + begin_[static_cast<size_t>(unit)]; }
@@ -42,7 +53,8 @@ class VectorTable {
   std::vector<int64_t> begin_;              // of each unit's vectors
   std::vector<std::vector<Piece>> pieces_;  // by shard
   int64_t length_ = 0, most_ = 0;           // of the table; of what any shard sends
-  bool known_ = false;
+  bool sent_off_ = false, unpacked_ = false;
+  comm::WorkPtr work_;
   const float* local_ = nullptr;
   runtime::Buffer table_, sent_, received_;
   comm::Communicator* communicator_ = nullptr;

@@ -2,6 +2,7 @@
 // same model alone first, in its own process, and compares its part of the state with that.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstring>
 
 #include "tests/comm/gpu_ranks.h"
@@ -21,7 +22,8 @@ struct GpuLayout {
   int64_t shard;  // 0: all ranks
 };
 
-// Few steps and one or two micro-steps: a collective among ranks that share a GPU takes some ten milliseconds.
+// Few steps (one that is queued, one that is recorded, one that is replayed) of one or two micro-steps: a collective
+// among ranks that share a GPU takes some ten milliseconds.
 TrainOptions small_model(bool tied) {
   TrainOptions o;
   o.model.num_layers = 3;
@@ -36,7 +38,8 @@ TrainOptions small_model(bool tied) {
   o.parallel.virtual_shards = 4;
   o.global_batch = 8;
   o.seq_len = 64;
-  o.steps = 4;
+  o.steps = 3;
+  o.graphs = true;
   return o;
 }
 
@@ -100,75 +103,90 @@ class Idler {
   uint32_t count_ = 0;
 };
 
-void train_in_layout(GpuRank& rank, int64_t generation, TrainOptions o, const GpuLayout& layout, bool slow,
-                     const RankResult& one) {
-  const int n = rank.world_size();
-  o.parallel.mode = layout.mode;
-  o.parallel.shard = layout.shard;
-  const std::string what = o.name() + ", rank " + std::to_string(rank.rank()) + (slow ? ", slow" : "");
-  const Result<Mesh> mesh = Mesh::of_run(o.parallel, n);
+// Which calls hold their rank up: of each kind every second, on every second rank.
+class HoldUps {
+ public:
+  HoldUps(Idler& idler, int rank) : idler_(idler) {
+    for (int& n : counts_) n = rank;
+  }
+  void operator()(Moment moment, runtime::Stream& stream) {
+    if (counts_[static_cast<size_t>(moment)]++ % 2 != 0) return;
+    EXPECT_TRUE(idler_.idle(stream).ok());
+  }
+
+ private:
+  Idler& idler_;
+  std::array<int, 4> counts_;
+};
+
+void train_with(GpuRank& rank, TrainOptions o, const Communicators& communicators, Idler* idler,
+                const RankResult& one) {
+  const std::string what =
+      o.name() + ", rank " + std::to_string(rank.rank()) + (idler != nullptr ? ", everything late" : "");
+  const int64_t began = monotonic_ns();
+  if (idler != nullptr) {
+    o.hold_up = [hold = HoldUps(*idler, rank.rank())](int, Moment moment, runtime::Stream& s) mutable {
+      hold(moment, s);
+    };
+  }
+  const Result<RankResult> got = train(o, rank.backend(), rank.stream(), rank.rank(), rank.world_size(), communicators);
+  ASSERT_TRUE(got.ok()) << what << ": " << got.status().to_string();
+  compare(*got, one, what);
+  EXPECT_TRUE(got->traffic == got->plan || !o.parallel.sharded()) << what << ": traffic differs from the plan";
+  EXPECT_TRUE(rank.stream().synchronize(comm::soon()).ok());
+  if (rank.rank() != 0) return;
+  std::printf("  %-84s %6.0f ms%s\n", what.c_str(), static_cast<double>(monotonic_ns() - began) / 1e6,
+              testing::Test::HasFailure() ? "  FAILED" : "");
+  std::fflush(stdout);
+}
+
+// All layouts of the same groups go over the same communicators.
+void train_in_layouts(GpuRank& rank, int64_t generation, const TrainOptions& o, std::span<const GpuLayout> layouts,
+                      bool late, const RankResult& one) {
+  const auto in = [&](const GpuLayout& layout) {
+    TrainOptions there = o;
+    there.parallel.mode = layout.mode;
+    there.parallel.shard = layout.shard;
+    return there;
+  };
+  const Result<Mesh> mesh = Mesh::of_run(in(layouts.back()).parallel, rank.world_size());
   ASSERT_TRUE(mesh.ok()) << mesh.status().to_string();
   const Status entered = rank.enter_groups(generation, {}, communicator_groups(*mesh, rank.rank()));
-  ASSERT_TRUE(entered.ok()) << what << ": " << entered.to_string();
-  const int64_t began = monotonic_ns();
+  ASSERT_TRUE(entered.ok()) << entered.to_string();
   {
     auto communicators = rank.take_communicators();
     Idler idler(rank.backend());
-    if (slow) {
-      for (auto& c : communicators) {
-        c = std::make_unique<SlowCommunicator>(std::move(c), rank.backend(),
-                                               [&idler](runtime::Stream& s) { return idler.idle(s); });
-      }
-      o.hold_up = [&idler, n = rank.rank()](int, Moment, runtime::Stream& s) mutable {
-        if (n++ % 3 == 0) {
-          EXPECT_TRUE(idler.idle(s).ok());
-        }
-      };
+    for (auto& c : communicators) {
+      if (!late) break;
+      c = std::make_unique<SlowCommunicator>(std::move(c), rank.backend(),
+                                             [&idler](runtime::Stream& s) { return idler.idle(s); });
     }
-    const Result<RankResult> got =
-        train(o, rank.backend(), rank.stream(), rank.rank(), n, bind_communicators(communicators));
-    ASSERT_TRUE(got.ok()) << what << ": " << got.status().to_string();
-    compare(*got, one, what);
-    EXPECT_TRUE(got->traffic == got->plan || !o.parallel.sharded()) << what << ": traffic differs from the plan";
-    EXPECT_TRUE(rank.stream().synchronize(comm::soon()).ok());
-  }
-  if (rank.rank() == 0) {
-    std::printf("  %-70s %7.0f ms%s\n", what.c_str(), static_cast<double>(monotonic_ns() - began) / 1e6,
-                testing::Test::HasFailure() ? "  FAILED" : "");
-    std::fflush(stdout);
+    for (const GpuLayout& layout : layouts) {
+      train_with(rank, in(layout), bind_communicators(communicators), late ? &idler : nullptr, one);
+    }
   }
   rank.gate(generation);
+}
+
+void train_in_every_layout(GpuRank& rank, const TrainOptions& o, bool late) {
+  const RankResult one = alone(o, rank.backend(), rank.stream());
+  const GpuLayout flat[] = {{"ddp", 0}, {"zero1", 0}, {"zero2", 0}, {"zero3", 0}}, hybrid[] = {{"zero3", 2}};
+  train_in_layouts(rank, 1, o, flat, late, one);
+  if (rank.world_size() == 4) train_in_layouts(rank, 2, o, hybrid, late, one);
 }
 
 class ShardedGpuTest : public testing::TestWithParam<int> {};
 
 TEST_P(ShardedGpuTest, EveryModeHasTheBitsOfOneRank) {
   GpuWorld world(GetParam(), 4 << 20);
-  world.start_all([&](GpuRank& rank) {
-    int64_t generation = 0;
-    for (const bool tied : {false, true}) {
-      const TrainOptions o = small_model(tied);
-      const RankResult one = alone(o, rank.backend(), rank.stream());
-      std::vector<GpuLayout> layouts = {{"ddp", 0}, {"zero1", 0}, {"zero2", 0}, {"zero3", 0}};
-      if (rank.world_size() == 4) layouts.push_back({"zero3", 2});
-      for (const GpuLayout& layout : layouts) train_in_layout(rank, ++generation, o, layout, /*slow=*/false, one);
-    }
-  });
-  world.join(std::chrono::seconds(110));
+  world.start_all([&](GpuRank& rank) { train_in_every_layout(rank, small_model(/*tied=*/false), /*late=*/false); });
+  world.join(std::chrono::seconds(60));
 }
 
 TEST_P(ShardedGpuTest, CollectivesAndComputationThatComeLateChangeNoBit) {
   GpuWorld world(GetParam(), 4 << 20);
-  world.start_all([&](GpuRank& rank) {
-    TrainOptions o = small_model(/*tied=*/true);
-    o.steps = 3;
-    const RankResult one = alone(o, rank.backend(), rank.stream());
-    int64_t generation = 0;
-    for (const GpuLayout& layout : {GpuLayout{"zero1", 0}, {"zero2", 0}, {"zero3", 0}}) {
-      train_in_layout(rank, ++generation, o, layout, /*slow=*/true, one);
-    }
-  });
-  world.join(std::chrono::seconds(110));
+  world.start_all([&](GpuRank& rank) { train_in_every_layout(rank, small_model(/*tied=*/true), /*late=*/true); });
+  world.join(std::chrono::seconds(60));
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, ShardedGpuTest, testing::Values(2, 4),
@@ -181,7 +199,7 @@ TEST(ShardedGpuTest, OneRankHasTheBitsOfDataParallelInEveryModeAndOrder) {
       for (const bool tied : {false, true}) {
         TrainOptions o = small_model(tied);
         o.parallel.reduce_order = order;
-        o.steps = 10;
+        o.steps = 6;
         const RankResult one = alone(o, rank.backend(), rank.stream());
         for (const char* mode : {"zero1", "zero2", "zero3"}) {
           o.parallel.mode = mode;

@@ -12,6 +12,7 @@
 #include "comm/local/local_world.h"
 #include "kernels/vote.h"
 #include "parallel/data_parallel.h"
+#include "parallel/recorded_step.h"
 
 namespace kintsugi::parallel {
 namespace {
@@ -75,6 +76,8 @@ struct Mode {
 Result<Mode> create_mode(const TrainOptions& o, const RankPlace& place, const runtime::ParamTable& table,
                          const BatchLayout& layout) {
   if (!o.parallel.sharded()) {
+    // A device whose ranks share it takes as long for a small sum as for a large one.
+    const int64_t bucket_bytes = place.backend->asynchronous() ? 512 << 10 : 16 << 10;
     KTG_ASSIGN_OR_RETURN(auto made, DataParallel::create(table,
                                                          {.config = o.parallel,
                                                           .dtype = o.dtype,
@@ -82,8 +85,8 @@ Result<Mode> create_mode(const TrainOptions& o, const RankPlace& place, const ru
                                                           .world_size = place.world_size,
                                                           .num_micro_steps = layout.num_micro_steps,
                                                           .overlap = o.overlap,
-                                                          .first_bucket_bytes = 4 << 10,
-                                                          .bucket_bytes = 16 << 10},
+                                                          .first_bucket_bytes = bucket_bytes / 4,
+                                                          .bucket_bytes = bucket_bytes},
                                                          *place.backend, *place.heap, *place.stream));
     return Mode{.mode = std::move(made)};
   }
@@ -108,13 +111,8 @@ class Loop {
   }
 
   Status step(int64_t step) {
-    ParallelMode& mode = *mode_.mode;
     KTG_RETURN_IF_ERROR(read_batch(step));
-    mode.begin_step(layout_);
-    if (device()) KTG_RETURN_IF_ERROR(mode.device_vote().upload(inputs_of(step), *place_.stream));
-    for (int64_t m = 0; m < layout_.num_micro_steps; ++m) KTG_RETURN_IF_ERROR(micro_step(m));
-    KTG_RETURN_IF_ERROR(mode.finish_reduce(*place_.stream, soon()));
-    KTG_ASSIGN_OR_RETURN(const VoteResult vote, device() ? device_update(step) : host_update(step));
+    KTG_ASSIGN_OR_RETURN(const VoteResult vote, device() ? device_step(step) : host_step(step));
     result_.losses.push_back(vote.loss_sum / static_cast<double>(vote.num_tokens));
     result_.norms.push_back(vote.gradient_norm);
     if (mode_.sharded != nullptr) result_.traffic = mode_.sharded->traffic();
@@ -122,6 +120,7 @@ class Loop {
   }
 
   Result<RankResult> finish() {
+    KTG_RETURN_IF_ERROR(mode_.mode->settle(*place_.stream, soon()));
     runtime::TrainState& state = mode_.mode->state();
     result_.ranges = state.ranges;
     for (auto [to, from] : {std::pair{&result_.weights, state.weights}, {&result_.m, state.m}, {&result_.v, state.v}}) {
@@ -142,7 +141,7 @@ class Loop {
   }
 
  private:
-  Loop(const TrainOptions& o, const RankPlace& place) : o_(o), place_(place) {}
+  Loop(const TrainOptions& o, const RankPlace& place) : o_(o), place_(place), recorded_(*place.backend) {}
   bool device() const { return place_.backend->asynchronous(); }
 
   Status build() {
@@ -223,7 +222,15 @@ class Loop {
             .bias_correction2 = static_cast<float>(1.0 - std::pow(kBeta2, exponent))};
   }
 
-  Result<VoteResult> host_update(int64_t step) {
+  Status forward_backward() {
+    for (int64_t m = 0; m < layout_.num_micro_steps; ++m) KTG_RETURN_IF_ERROR(micro_step(m));
+    return ok_status();
+  }
+
+  Result<VoteResult> host_step(int64_t step) {
+    mode_.mode->begin_step(layout_);
+    KTG_RETURN_IF_ERROR(forward_backward());
+    KTG_RETURN_IF_ERROR(mode_.mode->finish_reduce(*place_.stream, soon()));
     auto count = static_cast<size_t>(layout_.num_busy_micro_steps);
     if (!layout_.fixed_order()) {
       for (size_t i = 1; i < losses_.size(); ++i) {
@@ -240,20 +247,43 @@ class Loop {
                                                                                     .loss_sum = vote.loss_sum,
                                                                                     .num_tokens = vote.num_tokens,
                                                                                     .skip = vote.skip});
-    KTG_RETURN_IF_ERROR(mode_.mode->update(&scalars, *place_.stream));
+    KTG_RETURN_IF_ERROR(mode_.mode->update_ahead(&scalars, *place_.stream));
     return vote;
   }
 
-  Result<VoteResult> device_update(int64_t step) {
-    DeviceVote& vote = mode_.mode->device_vote();
+  Status queue_step() {
+    ParallelMode& mode = *mode_.mode;
     Stream& stream = *place_.stream;
-    KTG_RETURN_IF_ERROR(mode_.mode->enter_vote(stream));
-    if (place_.communicators.world != nullptr) {
-      KTG_RETURN_IF_ERROR(vote.gather(*place_.communicators.world, stream, soon()));
+    comm::Communicator* world = place_.communicators.world;
+    const auto finish = [&mode, &stream] { return mode.finish_reduce(stream, soon()); };
+    KTG_RETURN_IF_ERROR(forward_backward());
+    KTG_RETURN_IF_ERROR(world == nullptr ? finish() : recorded_.outside(finish));
+    KTG_RETURN_IF_ERROR(mode.enter_vote(stream));
+    if (world != nullptr) {
+      KTG_RETURN_IF_ERROR(
+          recorded_.outside([&mode, &stream, world] { return mode.device_vote().gather(*world, stream, soon()); }));
     }
     held_up_->hold(Moment::kBeforeUpdate, stream);
-    KTG_RETURN_IF_ERROR(vote.count(stream));
-    KTG_RETURN_IF_ERROR(mode_.mode->update(vote.scalars(), stream));
+    recorded_.begin_whole();
+    KTG_RETURN_IF_ERROR(mode.device_vote().count(stream));
+    return mode.update_ahead(mode.device_vote().scalars(), stream);
+  }
+
+  Result<VoteResult> device_step(int64_t step) {
+    ParallelMode& mode = *mode_.mode;
+    Stream& stream = *place_.stream;
+    mode.begin_step(layout_);
+    KTG_RETURN_IF_ERROR(mode.device_vote().upload(inputs_of(step), stream));
+    if (!o_.graphs || step == 1) {
+      KTG_RETURN_IF_ERROR(queue_step());
+    } else if (step == 2) {
+      mode.set_outside([this](std::function<Status()> call) { return recorded_.outside(std::move(call)); });
+      KTG_RETURN_IF_ERROR(recorded_.record(stream, [this] { return queue_step(); }));
+      mode.set_outside(nullptr);
+    } else {
+      KTG_RETURN_IF_ERROR(recorded_.replay(stream));
+    }
+    const DeviceVote& vote = mode.device_vote();
     const Deadline limit = soon();
     std::optional<VoteResult> out;
     while (!(out = vote.published(step)).has_value()) {
@@ -270,6 +300,7 @@ class Loop {
   std::unique_ptr<runtime::Transformer> model_;
   Mode mode_;
   std::unique_ptr<HeldUp> held_up_;
+  RecordedStep recorded_;
   std::vector<int32_t> tokens_;
   runtime::Buffer device_tokens_;
   std::vector<kernels::LossSums> losses_;
@@ -288,6 +319,7 @@ std::string TrainOptions::name() const {
   if (recompute != runtime::Recompute::kNone) text += ", recompute";
   if (!parallel.reshard_after_forward) text += ", kept after forward";
   if (!overlap) text += ", no overlap";
+  if (graphs) text += ", graphs";
   return text;
 }
 

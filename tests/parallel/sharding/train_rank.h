@@ -28,6 +28,7 @@ struct TrainOptions {
   kernels::DType dtype = kernels::DType::kF32;
   runtime::Recompute recompute = runtime::Recompute::kNone;
   bool overlap = true;
+  bool graphs = false;  // on a device: the first step is queued, the second recorded, the others are replayed
   int64_t steps = 20, global_batch = 24, micro_batch = 0, seq_len = 16;
   double clip_norm = 0.8;  // the first steps are clipped, the later ones are not
   uint64_t seed = 1;
