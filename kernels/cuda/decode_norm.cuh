@@ -32,16 +32,23 @@ struct NormWeights {
   }
 };
 
+// How the threads that work together wait for each other: here all of a block.
+struct BlockBarrier {
+  __device__ void operator()() const { __syncthreads(); }
+};
+
 // normed (N, stride): rows first ... first + N - 1 of the norm of stream + branch; the rounded sum goes to `sum` when
-// `keep_sum`. C a multiple of 8. Every thread of a block of kNormThreads calls it; ends with a barrier.
+// `keep_sum`. C a multiple of 8. The first kNormThreads threads of a block call it, which are those that `barrier`
+// waits for; ends with it.
+template <class Barrier = BlockBarrier>
 __device__ inline void normalize_rows(__nv_bfloat16* normed, int stride, const DecodeNormArguments& a,
-                                      const NormWeights& first_weights, int first, int N, int C, bool keep_sum) {
+                                      const NormWeights& first_weights, int first, int N, int C, bool keep_sum,
+                                      Barrier barrier = {}) {
   __shared__ float warps[kNormThreads / 32][kNormRows];
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  float squares[kNormRows] = {};
-#pragma unroll
-  for (int n = 0; n < kNormRows; ++n) {
-    if (n >= N) break;
+#pragma unroll 1
+  for (int n = 0; n < N; ++n) {
+    float squares = 0.0f;
     for (int c = 8 * static_cast<int>(threadIdx.x); c < C; c += 8 * kNormThreads) {
       const int64_t at = static_cast<int64_t>(first + n) * C + c;
       uint4 values = *reinterpret_cast<const uint4*>(a.stream + at);
@@ -60,17 +67,16 @@ __device__ inline void normalize_rows(__nv_bfloat16* normed, int stride, const D
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 u = __bfloat1622float2(x[i]);
-        squares[n] = fmaf(u.x, u.x, squares[n]);
-        squares[n] = fmaf(u.y, u.y, squares[n]);
+        squares = fmaf(u.x, u.x, squares);
+        squares = fmaf(u.y, u.y, squares);
       }
     }
-    for (int offset = 16; offset > 0; offset /= 2) squares[n] += __shfl_xor_sync(~0u, squares[n], offset);
-    if (lane == 0) warps[warp][n] = squares[n];
+    for (int offset = 16; offset > 0; offset /= 2) squares += __shfl_xor_sync(~0u, squares, offset);
+    if (lane == 0) warps[warp][n] = squares;
   }
-  __syncthreads();
-#pragma unroll
-  for (int n = 0; n < kNormRows; ++n) {
-    if (n >= N) break;
+  barrier();
+#pragma unroll 1
+  for (int n = 0; n < N; ++n) {
     float total = 0.0f;
 #pragma unroll
     for (int s = 0; s < kNormThreads / 32; ++s) total += warps[s][n];
@@ -92,7 +98,7 @@ __device__ inline void normalize_rows(__nv_bfloat16* normed, int stride, const D
       *reinterpret_cast<uint4*>(normed + n * stride + c) = values;
     }
   }
-  __syncthreads();
+  barrier();
 }
 
 }  // namespace kintsugi::kernels::cuda

@@ -2,8 +2,10 @@
 #include <algorithm>
 
 #include "kernels/cuda/decode_norm.cuh"
+#include "kernels/cuda/decode_step.h"
 #include "kernels/cuda/gemv.h"
 #include "kernels/cuda/paged_decode.cuh"
+#include "kernels/cuda/paged_launch.cuh"
 
 namespace kintsugi::kernels::cuda {
 namespace {
@@ -47,7 +49,7 @@ int64_t decode_workspace_bytes(const PagedShape& s, DType) {
   PagedShape few = s;
   few.S = std::min(s.S, kFewSequences);
   const int64_t parts = std::max(few.S * most_splits(few), kMostPartsOfMany);
-  return kCounters * 4 + parts * s.H * (8 + s.D * 4) + 8;
+  return (kCounters + kStepCounters) * 4 + parts * s.H * (8 + s.D * 4) + 8;
 }
 
 // 16-byte loads need it of every row.
@@ -60,14 +62,11 @@ bool fits(const void* q, const void* k_cache, const void* v_cache, const PagedSh
   return aligned(q) && aligned(k_cache) && aligned(v_cache) && s.q_stride % 8 == 0;
 }
 
-struct Launch {
-  PagedArguments arguments{};
-  dim3 grid;
-};
+}  // namespace
 
-KernelError prepare(Launch* launch, void* o, const void* q, const void* k_cache, const void* v_cache,
-                    const int32_t* block_tables, const int32_t* context_lens, const PagedShape& s, DType dtype,
-                    void* workspace) {
+KernelError prepare_paged(PagedLaunch* launch, void* o, const void* q, const void* k_cache, const void* v_cache,
+                          const int32_t* block_tables, const int32_t* context_lens, const PagedShape& s, DType dtype,
+                          void* workspace) {
   if (!fits(q, k_cache, v_cache, s, dtype)) return cudaErrorInvalidValue;
   const int64_t splits = num_splits(s);
   if (splits > 1 && workspace == nullptr) return cudaErrorInvalidValue;
@@ -80,7 +79,7 @@ KernelError prepare(Launch* launch, void* o, const void* q, const void* k_cache,
   a.context_lens = context_lens;
   if (splits > 1) {
     a.counters = static_cast<unsigned*>(workspace);
-    a.partial_ml = reinterpret_cast<float2*>(a.counters + kCounters);
+    a.partial_ml = reinterpret_cast<float2*>(a.counters + kCounters + kStepCounters);
     a.partial = reinterpret_cast<float*>(a.partial_ml + (s.S * s.H * splits + 1) / 2 * 2);  // 16-byte aligned
   }
   a.H = static_cast<int>(s.H);
@@ -98,14 +97,16 @@ KernelError prepare(Launch* launch, void* o, const void* q, const void* k_cache,
   return kKernelOk;
 }
 
-KernelError run(const Launch& launch, void (*kernel)(PagedArguments), int64_t dynamic_shared_bytes,
+namespace {
+
+KernelError run(const PagedLaunch& launch, void (*kernel)(PagedArguments), int64_t dynamic_shared_bytes,
                 StreamHandle stream) {
   return launch_overlapped(kernel, launch.grid, dim3(kDecodeThreads), static_cast<cudaStream_t>(stream),
                            dynamic_shared_bytes, launch.arguments);
 }
 
 template <int kChunks, bool kRotate>
-KernelError run_bf16(const Launch& launch, StreamHandle stream) {
+KernelError run_bf16(const PagedLaunch& launch, StreamHandle stream) {
   constexpr int kBytes = TileQueue<kChunks>::kBlockBytes;
   static_assert(kBytes >= sizeof(DecodeShared<64 * kChunks>));
   static constexpr auto kKernel = paged_decode_bf16_kernel<kChunks, kRotate>;
@@ -114,7 +115,7 @@ KernelError run_bf16(const Launch& launch, StreamHandle stream) {
 }
 
 template <bool kRotate>
-KernelError run_bf16(const Launch& launch, int64_t D, StreamHandle stream) {
+KernelError run_bf16(const PagedLaunch& launch, int64_t D, StreamHandle stream) {
   if (D <= 64) return run_bf16<1, kRotate>(launch, stream);
   if (D <= 128) return run_bf16<2, kRotate>(launch, stream);
   return run_bf16<4, kRotate>(launch, stream);
@@ -124,9 +125,9 @@ KernelError decode(void* o, const void* q, const void* k_cache, const void* v_ca
                    const int32_t* context_lens, const PagedShape& s, DType dtype, void* workspace,
                    StreamHandle stream) {
   if (s.S == 0) return kKernelOk;
-  Launch launch;
+  PagedLaunch launch;
   if (const KernelError error =
-          prepare(&launch, o, q, k_cache, v_cache, block_tables, context_lens, s, dtype, workspace);
+          prepare_paged(&launch, o, q, k_cache, v_cache, block_tables, context_lens, s, dtype, workspace);
       error != kKernelOk) {
     return error;
   }
@@ -143,9 +144,9 @@ KernelError rotate_and_decode(void* o, const void* qkv, void* k_cache, void* v_c
                               const int32_t* context_lens, const PagedShape& s, const DecodeRotation& rotation,
                               void* workspace, StreamHandle stream) {
   if (s.S == 0) return kKernelOk;
-  Launch launch;
+  PagedLaunch launch;
   if (const KernelError error =
-          prepare(&launch, o, qkv, k_cache, v_cache, block_tables, context_lens, s, DType::kBF16, workspace);
+          prepare_paged(&launch, o, qkv, k_cache, v_cache, block_tables, context_lens, s, DType::kBF16, workspace);
       error != kKernelOk) {
     return error;
   }
@@ -194,6 +195,10 @@ KernelError write_kv(void* k_cache, void* v_cache, const void* k, const void* v,
   return launch_write_kv<uint16_t>(k_cache, v_cache, k, v, slots, N, K * D, k_stride, v_stride, stream);
 }
 
+KernelError step(void* logits, const DecodeStep& sizes, void* workspace, StreamHandle stream) {
+  return decode_step(logits, sizes, workspace, {}, stream);
+}
+
 }  // namespace
 
 const PagedAttentionKernels& paged_attention() {
@@ -202,7 +207,7 @@ const PagedAttentionKernels& paged_attention() {
 }
 
 const DecodeLayerKernels& decode_layer() {
-  static constexpr DecodeLayerKernels kTable{layer_applies, norm_gemv, rotate_and_decode};
+  static constexpr DecodeLayerKernels kTable{layer_applies, norm_gemv, rotate_and_decode, decode_step_applies, step};
   return kTable;
 }
 

@@ -90,10 +90,9 @@ class TileQueue {
   int in_ = 0, out_ = 0;
 };
 
-// Puts the new token's key and value, which this launch itself makes, where a tile's lanes expect them.
+// Puts the new token's key or value, which this launch itself makes, where a tile's lanes expect it.
 template <int kChunks>
-__device__ void insert_new_token(uint4 (&k)[2][2 * kChunks], uint4 (&v)[4][kChunks],
-                                 const RotatedRows<64 * kChunks>& rows, int in_tile, int D) {
+__device__ void insert_new_key(uint4 (&k)[2][2 * kChunks], const RotatedRows<64 * kChunks>& rows, int in_tile, int D) {
   const int lane = static_cast<int>(threadIdx.x) % 32, r = lane / 4, c = lane % 4;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -103,6 +102,10 @@ __device__ void insert_new_token(uint4 (&k)[2][2 * kChunks], uint4 (&v)[4][kChun
       if (in_tile == r + 8 * i && d < D) k[i][j] = *reinterpret_cast<const uint4*>(rows.k + d);
     }
   }
+}
+template <int kChunks>
+__device__ void insert_new_value(uint4 (&v)[4][kChunks], const RotatedRows<64 * kChunks>& rows, int in_tile, int D) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, r = lane / 4, c = lane % 4;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
 #pragma unroll
@@ -113,9 +116,87 @@ __device__ void insert_new_token(uint4 (&k)[2][2 * kChunks], uint4 (&v)[4][kChun
   }
 }
 
-// bf16 on the tensor cores. Scores: (16 positions, D) keys times (D, 8 heads) queries; output: (D, 16 positions)
-// values times (16 positions, 8 heads) weights. Both operands come from memory in 16-byte pieces: keys in mma_32's
-// order of k, values with rows d permuted (row r of step (j, i) is d = 64 j + 8 r + 2 i, row r + 8 is d + 1).
+// What one warp has seen so far, for up to 8 query heads. bf16 on the tensor cores. Scores: (16 positions, D) keys
+// times (D, 8 heads) queries; output: (D, 16 positions) values times (16 positions, 8 heads) weights. Both operands
+// come in 16-byte pieces: keys in mma_32's order of k, values with rows d permuted (row r of step (j, i) is d = 64 j +
+// 8 r + 2 i, row r + 8 is d + 1).
+template <int kChunks>
+class AttentionState {
+ public:
+  // The 16 positions from `tile` on, as far as they lie before `end`: first their keys, then their values. q: row r of
+  // the queries, in pieces of 32 columns.
+  __device__ void add_keys(const uint4 (&k)[2][2 * kChunks], const uint4 (&q)[2 * kChunks], int tile, int end,
+                           float scale_log2) {
+    const int r = static_cast<int>(threadIdx.x) % 32 / 4;
+    float s[4] = {};
+#pragma unroll
+    for (int j = 0; j < 2 * kChunks; ++j) mma_32(s, k[0][j], k[1][j], q[j]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[i] = tile + r + 8 * (i / 2) < end ? s[i] * scale_log2 : -INFINITY;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float max = fmaxf(s[i], s[i + 2]);
+      for (int offset = 4; offset < 32; offset *= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, offset));
+      max = fmaxf(max, m_[i]);
+      correction_[i] = weight(m_[i], max);
+      m_[i] = max;
+      s[i] = weight(s[i], max);
+      s[i + 2] = weight(s[i + 2], max);
+      l_[i] = l_[i] * correction_[i] + s[i] + s[i + 2];
+    }
+    p_[0] = transpose_8x8(pack_bf16(s[0], s[1]));
+    p_[1] = transpose_8x8(pack_bf16(s[2], s[3]));
+  }
+  __device__ void add_values(const uint4 (&v)[4][kChunks]) {
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float(&acc)[4] = o_[4 * j + i];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[e] *= correction_[e % 2];
+        const uint32_t w0 = reinterpret_cast<const uint32_t*>(&v[0][j])[i],
+                       w1 = reinterpret_cast<const uint32_t*>(&v[1][j])[i],
+                       w2 = reinterpret_cast<const uint32_t*>(&v[2][j])[i],
+                       w3 = reinterpret_cast<const uint32_t*>(&v[3][j])[i];
+        mma(acc, __byte_perm(w0, w1, 0x5410), __byte_perm(w0, w1, 0x7632), __byte_perm(w2, w3, 0x5410),
+            __byte_perm(w2, w3, 0x7632), p_[0], p_[1]);
+      }
+    }
+  }
+
+  // To where finish() expects it.
+  __device__ void leave(DecodeShared<64 * kChunks>& shared) {
+    const int warp = static_cast<int>(threadIdx.x) / 32, r = static_cast<int>(threadIdx.x) % 32 / 4,
+              c = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      for (int offset = 4; offset < 32; offset *= 2) l_[i] += __shfl_xor_sync(~0u, l_[i], offset);
+      if (r == 0) {
+        shared.m[warp][2 * c + i] = m_[i];
+        shared.l[warp][2 * c + i] = l_[i];
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float(&acc)[4] = o_[4 * j + i];
+        const int d = 64 * j + 8 * r + 2 * i;
+        *reinterpret_cast<float2*>(&shared.o[warp][2 * c][d]) = make_float2(acc[0], acc[2]);
+        *reinterpret_cast<float2*>(&shared.o[warp][2 * c + 1][d]) = make_float2(acc[1], acc[3]);
+      }
+    }
+  }
+
+ private:
+  float o_[4 * kChunks][4] = {};
+  float m_[2] = {-INFINITY, -INFINITY}, l_[2] = {0.0f, 0.0f};  // of heads 2c and 2c + 1; l of this lane's positions
+  float correction_[2];                                        // what the last keys made of the weights before
+  uint32_t p_[2];                                              // the weights of the last keys
+};
+
+// bf16 on the tensor cores.
 //   kChunks: D <= 64 kChunks. kRotate: q, k and v of the new token are raw (a.rotation).
 template <int kChunks, bool kRotate>
 __global__ void __launch_bounds__(kDecodeThreads) paged_decode_bf16_kernel(const PagedArguments a) {
@@ -124,7 +205,8 @@ __global__ void __launch_bounds__(kDecodeThreads) paged_decode_bf16_kernel(const
   __shared__ RotatedRows<kRotate ? 64 * kChunks : 8> rows;
   allow_next();
   if constexpr (!kRotate) wait_for_previous();
-  const DecodeItem item(a);
+  const DecodeItem item(a, static_cast<int>(gridDim.x) / a.splits, static_cast<int>(blockIdx.x),
+                        static_cast<int>(blockIdx.y));
   if (item.split >= item.active) return;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, r = lane / 4,
             c = lane % 4;
@@ -151,71 +233,24 @@ __global__ void __launch_bounds__(kDecodeThreads) paged_decode_bf16_kernel(const
     q[j] = r < item.num_heads && d < a.D ? *reinterpret_cast<const uint4*>(q_row + d) : zero;
   }
 
-  float o[4 * kChunks][4] = {};
-  float m[2] = {-INFINITY, -INFINITY}, l[2] = {0.0f, 0.0f};  // of heads 2c and 2c + 1; l of this lane's positions
+  AttentionState<kChunks> state;
   for (int tile = first; tile < item.end; tile += kSplitUnit) {
     uint4 k[2][2 * kChunks], v[4][kChunks];
     queue.take(k, v);
     queue.request(tile + (Queue::kStages - 1) * kSplitUnit);
     if constexpr (kRotate) {
-      if (new_token >= tile && new_token < tile + kTile) insert_new_token(k, v, rows, new_token - tile, a.D);
-    }
-
-    float s[4] = {};
-#pragma unroll
-    for (int j = 0; j < 2 * kChunks; ++j) mma_32(s, k[0][j], k[1][j], q[j]);
-    float correction[2];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) s[i] = tile + r + 8 * (i / 2) < item.end ? s[i] * a.scale_log2 : -INFINITY;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float max = fmaxf(s[i], s[i + 2]);
-      for (int offset = 4; offset < 32; offset *= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, offset));
-      max = fmaxf(max, m[i]);
-      correction[i] = weight(m[i], max);
-      m[i] = max;
-      s[i] = weight(s[i], max);
-      s[i + 2] = weight(s[i + 2], max);
-      l[i] = l[i] * correction[i] + s[i] + s[i + 2];
-    }
-    const uint32_t p0 = transpose_8x8(pack_bf16(s[0], s[1])), p1 = transpose_8x8(pack_bf16(s[2], s[3]));
-#pragma unroll
-    for (int j = 0; j < kChunks; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float(&acc)[4] = o[4 * j + i];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) acc[e] *= correction[e % 2];
-        const uint32_t w0 = reinterpret_cast<const uint32_t*>(&v[0][j])[i],
-                       w1 = reinterpret_cast<const uint32_t*>(&v[1][j])[i],
-                       w2 = reinterpret_cast<const uint32_t*>(&v[2][j])[i],
-                       w3 = reinterpret_cast<const uint32_t*>(&v[3][j])[i];
-        mma(acc, __byte_perm(w0, w1, 0x5410), __byte_perm(w0, w1, 0x7632), __byte_perm(w2, w3, 0x5410),
-            __byte_perm(w2, w3, 0x7632), p0, p1);
+      if (new_token >= tile && new_token < tile + kTile) {
+        insert_new_key<kChunks>(k, rows, new_token - tile, a.D);
+        insert_new_value<kChunks>(v, rows, new_token - tile, a.D);
       }
     }
+    state.add_keys(k, q, tile, item.end, a.scale_log2);
+    state.add_values(v);
   }
 
   auto& shared = *reinterpret_cast<DecodeShared<64 * kChunks>*>(memory);
   __syncthreads();  // nobody's queue is in use
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    for (int offset = 4; offset < 32; offset *= 2) l[i] += __shfl_xor_sync(~0u, l[i], offset);
-    if (r == 0) {
-      shared.m[warp][2 * c + i] = m[i];
-      shared.l[warp][2 * c + i] = l[i];
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < kChunks; ++j) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float(&acc)[4] = o[4 * j + i];
-      const int d = 64 * j + 8 * r + 2 * i;
-      *reinterpret_cast<float2*>(&shared.o[warp][2 * c][d]) = make_float2(acc[0], acc[2]);
-      *reinterpret_cast<float2*>(&shared.o[warp][2 * c + 1][d]) = make_float2(acc[1], acc[3]);
-    }
-  }
+  state.leave(shared);
   finish<__nv_bfloat16>(a, item, shared);
 }
 
@@ -226,7 +261,8 @@ __global__ void __launch_bounds__(kDecodeThreads) paged_decode_f32_kernel(const 
   __shared__ DecodeShared<32 * kPerLane> shared;
   allow_next();
   wait_for_previous();
-  const DecodeItem item(a);
+  const DecodeItem item(a, static_cast<int>(gridDim.x) / a.splits, static_cast<int>(blockIdx.x),
+                        static_cast<int>(blockIdx.y));
   if (item.split >= item.active) return;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const auto* const k_cache = static_cast<const float*>(a.k_cache);

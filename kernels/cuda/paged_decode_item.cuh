@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/decode_norm.cuh"
 #include "kernels/decode_layer.h"
 #include "kernels/paged_attention.h"
 
@@ -17,7 +18,8 @@ constexpr int kTile = 16;                         // positions that a warp takes
 constexpr int kSplitUnit = kTile * kDecodeWarps;  // a split's length is a multiple of this
 constexpr int kHeadsPerBlock = 8;                 // query heads: columns of an mma
 constexpr int kMaxSplits = 64;
-constexpr int kCounters = 32768;  // at the workspace's start
+constexpr int kCounters = 32768;   // at the workspace's start
+constexpr int kStepCounters = 64;  // behind them, of decode_step.cu
 constexpr float kLog2E = 1.4426950408889634f;
 
 struct PagedArguments {
@@ -27,7 +29,7 @@ struct PagedArguments {
   const void* v_cache;
   const int32_t* block_tables;
   const int32_t* context_lens;
-  unsigned* counters;  // (S, gridDim.y): splits that have arrived; zero between launches
+  unsigned* counters;  // (S, K * head_groups): splits that have arrived; zero between launches
   float* partial;      // (S, H, splits, D)
   float2* partial_ml;  // (S, H, splits): maximum and sum
   int H, K, D, P, width, splits, head_groups;
@@ -40,15 +42,17 @@ struct PagedArguments {
 // What a block works on.
 struct DecodeItem {
   int sequence, split, first_head, num_heads, kv_head;
+  int counter;             // of the splits that have arrived: which one
   int length, begin, end;  // positions of the sequence, and this split's
   int active;              // splits that have any position; at least 1
 
-  __device__ explicit DecodeItem(const PagedArguments& a) {
-    const int sequences = static_cast<int>(gridDim.x) / a.splits;
-    sequence = static_cast<int>(blockIdx.x) % sequences;
-    split = static_cast<int>(blockIdx.x) / sequences;  // the blocks that may have none come last
-    kv_head = static_cast<int>(blockIdx.y) / a.head_groups;
-    const int group = a.H / a.K, first = static_cast<int>(blockIdx.y) % a.head_groups * kHeadsPerBlock;
+  // One of (sequences * splits, K * head_groups).
+  __device__ DecodeItem(const PagedArguments& a, int sequences, int x, int y) {
+    sequence = x % sequences;
+    split = x / sequences;  // those that may have nothing to do come last
+    counter = sequence * (a.K * a.head_groups) + y;
+    kv_head = y / a.head_groups;
+    const int group = a.H / a.K, first = y % a.head_groups * kHeadsPerBlock;
     first_head = kv_head * group + first;
     num_heads = min(kHeadsPerBlock, group - first);
     length = a.context_lens[sequence];
@@ -95,9 +99,9 @@ __device__ inline void add_weighed(float4& to, float f, const float4& x) {
 __device__ inline float weight(float m, float max) { return m == -INFINITY ? 0.0f : exp2f(m - max); }
 
 // Joins the splits of the sequence, whose parts other blocks have left.
-template <class T, int kMaxD>
+template <class T, int kMaxD, class Barrier>
 __device__ void join_splits(T* o, int64_t row, int count, const PagedArguments& a, const DecodeItem& item,
-                            DecodeShared<kMaxD>& shared) {
+                            DecodeShared<kMaxD>& shared, Barrier barrier) {
   constexpr int kEarly = 8;  // parts requested beside the maxima and sums
   float4 early[kEarly];
   const auto part = [&](int i, int split) {
@@ -116,7 +120,7 @@ __device__ void join_splits(T* o, int64_t row, int count, const PagedArguments& 
     const int h = i / item.active, split = i % item.active;
     shared.ml[h][split] = __ldcg(a.partial_ml + (row + h) * a.splits + split);
   }
-  __syncthreads();
+  barrier();
   for (int i = first; i < count; i += 4 * kDecodeThreads) {
     const float2* const ml = shared.ml[i / a.D];
     float max = ml[0].x, sum = 0.0f;
@@ -138,10 +142,12 @@ __device__ void join_splits(T* o, int64_t row, int count, const PagedArguments& 
   }
 }
 
-// Joins the warps of the block, and, in the block that arrives last, the splits of the sequence.
-template <class T, int kMaxD>
-__device__ void finish(const PagedArguments& a, const DecodeItem& item, DecodeShared<kMaxD>& shared) {
-  __syncthreads();
+// Joins the warps of the block, and, in the block that arrives last, the splits of the sequence. `barrier` waits for
+// kDecodeThreads threads.
+template <class T, int kMaxD, class Barrier = BlockBarrier>
+__device__ void finish(const PagedArguments& a, const DecodeItem& item, DecodeShared<kMaxD>& shared,
+                       Barrier barrier = {}) {
+  barrier();
   const int64_t row = static_cast<int64_t>(item.sequence) * a.H + item.first_head;  // of the first query head
   T* const o = static_cast<T*>(a.o) + item.sequence * a.o_stride + static_cast<int64_t>(item.first_head) * a.D;
   const int count = item.num_heads * a.D;
@@ -166,15 +172,15 @@ __device__ void finish(const PagedArguments& a, const DecodeItem& item, DecodeSh
   if (item.active == 1) return;
 
   __threadfence();
-  __syncthreads();
+  barrier();
   if (threadIdx.x == 0) {
     const auto last = static_cast<unsigned>(item.active - 1);
-    shared.last = atomicInc(a.counters + static_cast<int64_t>(item.sequence) * gridDim.y + blockIdx.y, last) == last;
+    shared.last = atomicInc(a.counters + item.counter, last) == last;
   }
-  __syncthreads();
+  barrier();
   if (!shared.last) return;
   __threadfence();
-  join_splits(o, row, count, a, item, shared);
+  join_splits(o, row, count, a, item, shared, barrier);
 }
 
 }  // namespace kintsugi::kernels::cuda

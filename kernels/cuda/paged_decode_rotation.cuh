@@ -42,7 +42,7 @@ struct RotationOfLane {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const int d = lane + 32 * i;
-      if (d < half) a[i] = __bfloat162float(raw[d]), b[i] = __bfloat162float(raw[d + half]);
+      if (d < half) a[i] = __bfloat162float(__ldcg(raw + d)), b[i] = __bfloat162float(__ldcg(raw + d + half));
     }
     if (norm.exists) {
       float squares = 0.0f;
@@ -86,11 +86,11 @@ __device__ inline void copy_row(void* cache, int64_t at, const __nv_bfloat16* ro
   }
 }
 
-// The block's query heads, and, where it `writes`, the new token's key and value, to the cache, too. Ends with a
-// barrier.
-template <int kMaxD>
+// The block's query heads, and, where it `writes`, the new token's key and value, to the cache, too. Ends with
+// `barrier`, which waits for kDecodeThreads threads.
+template <int kMaxD, class Barrier = BlockBarrier>
 __device__ void rotate_rows(RotatedRows<kMaxD>& rows, const RotationOfLane<kMaxD>& rotation, const PagedArguments& a,
-                            const DecodeItem& item, bool writes) {
+                            const DecodeItem& item, bool writes, Barrier barrier = {}) {
   const DecodeRotation& how = a.rotation;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const auto* const raw = static_cast<const __nv_bfloat16*>(a.q) + item.sequence * a.q_stride;
@@ -108,12 +108,12 @@ __device__ void rotate_rows(RotatedRows<kMaxD>& rows, const RotationOfLane<kMaxD
     }
     if (warp == kDecodeWarps - 2) {
       const __nv_bfloat16* const v = raw + static_cast<int64_t>(a.H + a.K + item.kv_head) * a.D;
-      for (int d = lane; d < a.D; d += 32) rows.v[d] = v[d];
+      for (int d = lane; d < a.D; d += 32) rows.v[d] = __ldcg(v + d);
       __syncwarp();
       copy_row(const_cast<void*>(a.v_cache), at, rows.v, a.D);
     }
   }
-  __syncthreads();
+  barrier();
 }
 
 }  // namespace kintsugi::kernels::cuda

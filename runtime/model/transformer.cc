@@ -185,6 +185,7 @@ Status TransformerImpl::decode(void* logits, const int32_t* ids, const int32_t* 
                                const PagedCacheView& cache, UnitAccess& access, Stream& stream) {
   KTG_RETURN_IF_ERROR(check_batch(S, 1));
   const Pass pass{.ids = ids, .positions = positions, .B = S, .T = 1, .for_backward = false, .cache = &cache};
+  if (decodes_in_one_launch(pass, access)) return decode_in_one_launch(logits, pass, access, stream);
   if (decodes_by_layer(S)) return decode_by_layer(logits, pass, access, stream);
   KTG_RETURN_IF_ERROR(run_blocks(pass, access, stream));
   return with_unit(head_unit(), access, stream, [&](const UnitWeights& w) -> Status {

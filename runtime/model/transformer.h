@@ -34,6 +34,9 @@ class UnitAccess {
     const float* vectors = nullptr;
   };
   virtual Result<Weights> acquire(int unit, Stream& stream) = 0;
+  // Whether what acquire() gave stays valid after release(), until the weights are changed: a whole decode step can
+  // then be one launch.
+  virtual bool stays_valid() const { return false; }
   virtual Status release(int unit, Stream& stream) = 0;
   // Where backward writes the unit's gradient (fp32, sum over tokens, first element of the unit), and whether it must
   // add to what is there (gradient accumulation) or overwrite all of it. Padding is never touched.
@@ -53,6 +56,7 @@ class FlatUnitAccess final : public UnitAccess {
       : table_(table), master_(master), compute_(compute), gradients_(gradients), dtype_(dtype) {}
   void set_accumulate(bool accumulate) { accumulate_ = accumulate; }
   Result<Weights> acquire(int unit, Stream& stream) override;
+  bool stays_valid() const override { return true; }
   Status release(int unit, Stream& stream) override;
   Result<Gradients> gradients(int unit, Stream& stream) override;
   Status gradients_ready(int unit, Stream& stream) override;
@@ -115,7 +119,8 @@ struct TransformerOptions {
   int64_t max_decode = 0;     // the most sequences of a decode(); 0: only where decode needs no workspace
   bool one_length = false;    // every forward_backward() has sequences of max_seq_len: no workspace for others
   Recompute recompute = Recompute::kNone;
-  bool deterministic = true;  // false: attention's backward may sum in an order that varies
+  bool deterministic = true;       // false: attention's backward may sum in an order that varies
+  bool one_launch_decode = false;  // a decode step of few sequences is one launch, where the kernels have it
 };
 
 // The linear layers of a forward and backward over N tokens, each kind once.

@@ -71,6 +71,10 @@ class TransformerImpl final : public Transformer {
   // A decode step in few launches, where the kernels have them.
   bool decodes_by_layer(int64_t S) const;
   Status decode_by_layer(void* logits, const Pass& pass, UnitAccess& access, Stream& stream);
+  // Or in one. Fills in all but the weights, which need an access.
+  kernels::DecodeStep decode_step_sizes(const Pass& pass) const;
+  bool decodes_in_one_launch(const Pass& pass, const UnitAccess& access) const;
+  Status decode_in_one_launch(void* logits, const Pass& pass, UnitAccess& access, Stream& stream);
   // The residual stream goes from one buffer to the other, because every block of a launch reads it while one writes
   // it.
   struct DecodeStreams {
@@ -81,6 +85,7 @@ class TransformerImpl final : public Transformer {
                        const float* bias, int64_t N, int64_t O, bool swiglu, Stream& stream);
   Status decode_block(const Pass& pass, int64_t l, const UnitWeights& w, DecodeStreams& streams, Stream& stream);
   Status decode_attention(const Pass& pass, int64_t l, const UnitWeights& w, LayerActivations& a, Stream& stream);
+  kernels::PagedShape paged_shape(const Pass& pass) const;
   // y = norm(stream) where stream = branch + residual, or stream as it is when residual is null.
   struct NormOutputs {
     void* stream;
@@ -143,7 +148,7 @@ template <class Body>
 Status TransformerImpl::with_unit(int unit, UnitAccess& access, Stream& stream, Body&& body) {
   KTG_ASSIGN_OR_RETURN(const UnitAccess::Weights weights, access.acquire(unit, stream));
   const Status outcome = body(UnitWeights{weights.master, weights.compute, options_.dtype, weights.vectors,
-                                                &vectors_[static_cast<size_t>(unit)]});
+                                          &vectors_[static_cast<size_t>(unit)]});
   const Status released = access.release(unit, stream);
   return outcome.ok() ? released : outcome;
 }

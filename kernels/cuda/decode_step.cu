@@ -1,0 +1,561 @@
+// kernels/cuda/decode_step.h: one block a multiprocessor goes through the whole step.
+//   N tokens   C width   H, K, D heads, key/value heads, head size   F feed-forward width   V vocabulary   L layers
+//
+// Each block has its share of the rows of every matrix. One warp keeps the weights of all of them coming in the order
+// in which they are needed (weight_stream.cuh); it waits for nothing but room. Eight warps do the rest: between
+// operations all blocks wait for each other (grid_barrier.cuh), and what each block then needs whole, it makes for
+// itself: the residual stream, which it keeps in shared memory, and its norm. Attention is cut as paged_decode.cuh cuts
+// it. Sums are taken in the order of gemv.cu, decode_norm.cuh and paged_decode.cuh, so the bits are those of their
+// launches.
+#include <algorithm>
+
+#include "kernels/cuda/decode_norm.cuh"
+#include "kernels/cuda/decode_step.h"
+#include "kernels/cuda/device.cuh"
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/mma.cuh"
+#include "kernels/cuda/paged_decode.cuh"
+#include "kernels/cuda/paged_launch.cuh"
+#include "kernels/cuda/weight_stream.cuh"
+
+namespace kintsugi::kernels::cuda {
+namespace {
+
+constexpr int kWarps = 8;  // that multiply: each 128 of a slot's columns
+constexpr int kThreads = 32 * kWarps;
+static_assert(kThreads == kNormThreads && kWarps * 128 == kSlotColumns && kDecodeWarps <= kWarps);
+constexpr int kBlockThreads = kThreads + 32;  // the last warp requests
+constexpr int kTileRows = 16;
+constexpr int kTilesTogether = 4;  // whose sums are joined at once
+constexpr int kMinSlots = 6;
+constexpr int kDefaultWindow = 4;
+constexpr int64_t kMaxHeadSize = 128;
+constexpr int64_t kMaxStepOutputs = 1 << 22;         // times the number of blocks: 32 bits
+constexpr int64_t kSharedBytes = 227 * 1024 - 1024;  // of a block, beside what is declared
+
+// The threads that multiply; those that attend.
+struct MultiplyBarrier {
+  __device__ void operator()() const { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+};
+struct AttendBarrier {
+  __device__ void operator()() const { asm volatile("bar.sync 2, 128;" ::: "memory"); }
+};
+static_assert(kThreads == 256 && kDecodeThreads == 128);
+
+struct StepArguments {
+  DecodeStepLayer layers[kMaxStepLayers];
+  __nv_bfloat16 *logits, *qkv, *o, *branch, *act;
+  const __nv_bfloat16 *token_table, *head;
+  const float* norm;
+  const int32_t* ids;
+  unsigned long long* arrived;
+  PagedArguments attention;  // without the layers' pointers
+  int items_x, items_y;      // of attention
+  int N, C, F, V, L, QKV, HD;
+  float eps;
+  int slots, window;
+  int stream_at, x_at, slots_at;  // in shared memory, bytes
+  long long* stamps;
+  unsigned* report;
+};
+
+// One matrix product, and this block's share of it: rows [begin, end). With `swiglu` row f of the result is made from
+// rows f and f + O of w.
+struct Product {
+  const __nv_bfloat16* w;
+  int I, O, begin, end;
+  bool swiglu;
+
+  __device__ Product(const void* matrix, int inputs, int outputs, bool pairs)
+      : w(static_cast<const __nv_bfloat16*>(matrix)), I(inputs), O(outputs), swiglu(pairs) {
+    const unsigned b = blockIdx.x, blocks = gridDim.x, rows = static_cast<unsigned>(O);
+    begin = static_cast<int>(rows * b / blocks);
+    end = static_cast<int>(rows * (b + 1) / blocks);
+  }
+  __device__ int outputs_of_tile() const { return swiglu ? kTileRows / 2 : kTileRows; }
+  // Rows of w in the upper half of the tile that begins with output `first`, and in its lower half.
+  __device__ int upper(int first) const { return min(kSlotRows, end - first); }
+  __device__ int lower(int first) const {
+    return swiglu ? upper(first) : max(0, min(kSlotRows, end - first - kSlotRows));
+  }
+  __device__ int first_lower(int first) const { return swiglu ? first + O : first + kSlotRows; }
+};
+// The operations of a layer; behind the last layer the head takes the place of the first.
+enum { kQkv, kAttention, kO, kUp, kDown, kOperations };
+__device__ Product product(const StepArguments& a, int l, int kind) {
+  if (l == a.L) return {a.head, a.C, a.V, false};
+  const DecodeStepLayer& layer = a.layers[l];
+  const void* const w = kind == kQkv ? layer.qkv_w : kind == kO ? layer.o_w : kind == kUp ? layer.up_w : layer.down_w;
+  return {w,
+          kind == kO      ? a.HD
+          : kind == kDown ? a.F
+                          : a.C,
+          kind == kQkv  ? a.QKV
+          : kind == kUp ? a.F
+                        : a.C,
+          kind == kUp};
+}
+
+__device__ void request(SlotWriter& writer, const Product& p) {
+  for (int first = p.begin; first < p.end; first += p.outputs_of_tile()) {
+    for (int k0 = 0; k0 < p.I; k0 += kSlotColumns) {
+      writer.put(p.w, first, p.upper(first), p.I, k0);
+      if (p.lower(first) > 0) writer.put(p.w, p.first_lower(first), p.lower(first), p.I, k0);
+    }
+  }
+}
+
+__device__ void request_weights(const StepArguments& a, SlotWriter writer) {
+  for (int l = 0;; ++l) {
+#pragma unroll 1
+    for (int kind = 0; kind < kOperations; ++kind) {
+      if (kind != kAttention) request(writer, product(a, l, kind));
+      if (l == a.L) return;
+    }
+  }
+}
+
+// Sums of kTilesTogether tiles, twice, so that one barrier is enough: (2, kWarps, N, rows).
+struct Sums {
+  static constexpr int kRows = kTilesTogether * kTileRows;
+  static constexpr int64_t bytes(int64_t N) { return 2 * kWarps * N * kRows * 4; }
+};
+
+__device__ inline float bf16_rounded(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
+
+// The eight warps.
+template <int kChunks>
+class Step {
+ public:
+  __device__ Step(const StepArguments& a, char* shared, const SlotReader& reader)
+      : a_(a),
+        reader_(reader),
+        sums_(reinterpret_cast<float*>(shared)),
+        stream_(reinterpret_cast<__nv_bfloat16*>(shared + a.stream_at)),
+        x_(reinterpret_cast<__nv_bfloat16*>(shared + a.x_at)),
+        scratch_(shared + a.x_at),
+        warp_(static_cast<int>(threadIdx.x) / 32),
+        r_(static_cast<int>(threadIdx.x) % 32 / 4),
+        c_(static_cast<int>(threadIdx.x) % 4),
+        grid_(a.arrived, a.report) {}
+
+  // Each kind of work stands here once: the code of a step that is laid out operation by operation does not fit the
+  // instruction caches.
+  __device__ void run() {
+    embed();
+    for (int l = 0;; ++l) {
+#pragma unroll 1
+      for (int kind = 0; kind < kOperations; ++kind) {
+        const Product p = product(a_, l, kind);
+        if (kind == kAttention) {
+          attend(a_.layers[l]);
+        } else {
+          if (kind == kO || kind == kDown) {
+            take(kind == kO ? a_.o : a_.act, p.I);
+          } else {
+            normalize(l == a_.L      ? a_.norm
+                      : kind == kQkv ? a_.layers[l].norm1
+                                     : a_.layers[l].norm2,
+                      l > 0 || kind == kUp);
+          }
+          multiply(p,
+                   l == a_.L      ? a_.logits
+                   : kind == kQkv ? a_.qkv
+                   : kind == kUp  ? a_.act
+                                  : a_.branch,
+                   l < a_.L && kind == kQkv ? a_.layers[l].qkv_b : nullptr);
+          if (l == a_.L) return;
+        }
+        ++operation_;
+        arrive();
+      }
+    }
+  }
+
+ private:
+  __device__ int row_stride(int I) const { return I + 8; }  // so that rows lie in other banks
+
+  __device__ void arrive() {
+    barrier_();
+    if (threadIdx.x == 0) grid_.arrive();
+  }
+  __device__ void wait() {
+    if (threadIdx.x == 0) grid_.wait();
+    barrier_();
+  }
+  __device__ void stamp(int which, long long value) {
+    if (a_.stamps != nullptr && blockIdx.x == 0 && threadIdx.x == 0)
+      a_.stamps[operation_ * kStepStamps + which] = value;
+  }
+
+  // Rows of the token table are the first residual stream.
+  __device__ void embed() {
+    for (int n = 0; n < a_.N; ++n) {
+      const __nv_bfloat16* const row = a_.token_table + static_cast<int64_t>(a_.ids[n]) * a_.C;
+      for (int c = 8 * static_cast<int>(threadIdx.x); c < a_.C; c += 8 * kThreads) {
+        *reinterpret_cast<uint4*>(stream_ + n * a_.C + c) = __ldg(reinterpret_cast<const uint4*>(row + c));
+      }
+    }
+  }
+
+  // Stream += branch, once all blocks have made their parts of it; x_ = its norm.
+  __device__ void normalize(const float* weights, bool with_branch) {
+    const DecodeNormArguments norm{stream_, stream_, with_branch ? a_.branch : nullptr, weights, a_.eps};
+    const NormWeights first(norm, a_.C);
+    if (with_branch) wait();
+    stamp(0, clock64());
+    normalize_rows(x_, row_stride(a_.C), norm, first, 0, a_.N, a_.C, true, barrier_);
+    stamp(1, clock64());
+  }
+  // x_ = rows of other blocks.
+  __device__ void take(const __nv_bfloat16* from, int I) {
+    wait();
+    stamp(0, clock64());
+    for (int n = 0; n < a_.N; ++n) {
+#pragma unroll 2
+      for (int i = 8 * static_cast<int>(threadIdx.x); i < I; i += 8 * kThreads) {
+        *reinterpret_cast<uint4*>(x_ + n * row_stride(I) + i) =
+            __ldcg(reinterpret_cast<const uint4*>(from + static_cast<int64_t>(n) * I + i));
+      }
+    }
+    barrier_();
+    stamp(1, clock64());
+  }
+
+  __device__ float& sum(int warp, int n, int row) {
+    return sums_[((half_ * kWarps + warp) * a_.N + n) * Sums::kRows + row];
+  }
+  __device__ float joined(int n, int row) {
+    float total = sum(0, n, row);
+#pragma unroll
+    for (int s = 1; s < kWarps; ++s) total += sum(s, n, row);
+    return total;
+  }
+
+  // y (N, O) = x_ w^T + bias, this block's rows of w.
+  __device__ void multiply(const Product& p, __nv_bfloat16* y, const float* bias) {
+    const int I = p.I, stride = row_stride(I);
+    int tiles = 0, from = p.begin;  // whose sums wait
+    for (int first = p.begin; first < p.end; first += p.outputs_of_tile()) {
+      const bool lower = p.lower(first) > 0;
+      float acc[4] = {};
+      for (int k0 = 0; k0 < I; k0 += kSlotColumns) add_part(acc, k0, I, stride, lower);
+      keep(acc, tiles++);
+      if (tiles == kTilesTogether || first + p.outputs_of_tile() >= p.end) {
+        barrier_();
+        finish_rows(p, from, min(p.end, from + tiles * p.outputs_of_tile()), y, bias);
+        half_ ^= 1;
+        tiles = 0;
+        from = first + p.outputs_of_tile();
+      }
+    }
+    stamp(2, clock64());
+    stamp(3, starved_);
+    starved_ = 0;
+  }
+  __device__ const char* take_slot(int ahead) {
+    const long long before = clock64();
+    const char* const slot = reader_.wait(ahead);
+    starved_ += clock64() - before;
+    return slot;
+  }
+  // Columns from k0 on of a tile: this warp's 128 of them.
+  __device__ void add_part(float (&acc)[4], int k0, int I, int stride, bool lower) {
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    const int column = warp_ * 128 + 8 * c_;
+    const char* const at = take_slot(0) + r_ * kSlotPitch + 2 * column;
+    const char* const at_lower = lower ? take_slot(1) + r_ * kSlotPitch + 2 * column : nullptr;
+    uint4 w[4], w_lower[4], x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int k = k0 + column + 32 * i;
+      const bool exists = k < I;
+      w[i] = exists ? *reinterpret_cast<const uint4*>(at + 64 * i) : zero;
+      w_lower[i] = exists && lower ? *reinterpret_cast<const uint4*>(at_lower + 64 * i) : zero;
+      x[i] = exists && r_ < a_.N ? *reinterpret_cast<const uint4*>(x_ + r_ * stride + k) : zero;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) mma_32(acc, w[i], w_lower[i], x[i]);
+    reader_.release();
+    if (lower) reader_.release();
+  }
+  // A tile's sums to where the other threads find them. acc: rows r and r + 8, tokens 2c and 2c + 1.
+  __device__ void keep(const float (&acc)[4], int tile) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int n = 2 * c_ + e % 2;
+      if (n < a_.N) sum(warp_, n, tile * kTileRows + r_ + 8 * (e / 2)) = acc[e];
+    }
+  }
+  __device__ void finish_rows(const Product& p, int begin, int end, __nv_bfloat16* y, const float* bias) {
+    const int count = end - begin;
+    for (int i = static_cast<int>(threadIdx.x); i < count * a_.N; i += kThreads) {
+      const int n = i / count, at = i % count, o = begin + at;
+      float value;
+      if (p.swiglu) {
+        const int row = at / kSlotRows * kTileRows + at % kSlotRows;
+        const float gate = bf16_rounded(joined(n, row));
+        value = gate / (1.0f + expf(-gate)) * bf16_rounded(joined(n, row + kSlotRows));
+      } else {
+        value = joined(n, at);
+        if (bias != nullptr) value += bias[o];
+      }
+      y[static_cast<int64_t>(n) * p.O + o] = __float2bfloat16_rn(value);
+    }
+  }
+
+  // Keys and values of 16 positions, zeros where there are none or at `skip`.
+  struct Tile {
+    uint4 k[2][2 * kChunks], v[4][kChunks];
+    __device__ static int64_t row(const PagedArguments& a, const DecodeItem& item, int tile, int skip) {
+      const int position = tile + static_cast<int>(threadIdx.x) % kTile;
+      return position < item.end && position != skip ? row_of(a, item, position) : -1;
+    }
+    __device__ void load_keys(const PagedArguments& a, int64_t row) {
+      const int lane = static_cast<int>(threadIdx.x) % 32, r = lane / 4, c = lane % 4;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int64_t from = __shfl_sync(~0u, row, r + 8 * i);
+#pragma unroll
+        for (int j = 0; j < 2 * kChunks; ++j) k[i][j] = piece(a.k_cache, from, 32 * j + 8 * c, a.D);
+      }
+    }
+    __device__ void load_values(const PagedArguments& a, int64_t row) {
+      const int lane = static_cast<int>(threadIdx.x) % 32, r = lane / 4, c = lane % 4;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int64_t from = __shfl_sync(~0u, row, 2 * c + i % 2 + 8 * (i / 2));
+#pragma unroll
+        for (int j = 0; j < kChunks; ++j) v[i][j] = piece(a.v_cache, from, 64 * j + 8 * r, a.D);
+      }
+    }
+    __device__ static uint4 piece(const void* cache, int64_t row, int d, int D) {
+      if (row < 0 || d >= D) return make_uint4(0, 0, 0, 0);
+      return __ldcg(reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(cache) + row + d));
+    }
+    // Brings the tile nearer: as far as the second-level cache.
+    __device__ static void fetch(const PagedArguments& a, int64_t row) {
+      if (row < 0) return;
+      const void* const cache = threadIdx.x % 32 < kTile ? a.k_cache : a.v_cache;
+      for (int d = 0; d < a.D; d += 64) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const __nv_bfloat16*>(cache) + row + d));
+      }
+    }
+  };
+
+  // Attention of the new tokens: items of (sequence, split, heads), four warps of a block an item.
+  __device__ void attend(const DecodeStepLayer& layer) {
+    const int items = a_.items_x * a_.items_y;
+    int i = static_cast<int>(blockIdx.x);
+    if (warp_ >= kDecodeWarps || i >= items) {
+      wait();
+      stamp(0, clock64());
+      stamp(1, clock64());
+      return;
+    }
+    PagedArguments paged = a_.attention;
+    paged.k_cache = layer.k_cache;
+    paged.v_cache = layer.v_cache;
+    paged.rotation.q_norm = layer.q_norm;
+    paged.rotation.k_norm = layer.k_norm;
+    bool waited = false;
+    for (; i < items; i += static_cast<int>(gridDim.x)) waited |= attend_item(paged, i, waited);
+    if (!waited) wait();
+    stamp(2, clock64());
+  }
+  // Whether it has waited for the grid: where the item has any positions.
+  __device__ bool attend_item(const PagedArguments& paged, int i, bool waited) {
+    const AttendBarrier barrier;
+    auto& rows = *reinterpret_cast<RotatedRows<64 * kChunks>*>(scratch_);
+    auto& shared = *reinterpret_cast<DecodeShared<64 * kChunks>*>(scratch_ + sizeof(rows));
+    const DecodeItem item(paged, a_.N, i / a_.items_y, i % a_.items_y);
+    if (item.split >= item.active) return false;
+    const bool writes = writes_new_token(paged, item);
+    const int new_token = writes ? item.length - 1 : -1, first = item.begin + warp_ * kTile;
+    Tile t;
+    int64_t row = Tile::row(paged, item, first, new_token);
+    t.load_keys(paged, row);
+    t.load_values(paged, row);
+    row = Tile::row(paged, item, first + kSplitUnit, new_token);
+    Tile::fetch(paged, row);
+    const RotationOfLane<64 * kChunks> rotation(paged.rotation, item.sequence, paged.D);
+    if (!waited) wait();
+    stamp(0, clock64());
+    rotate_rows(rows, rotation, paged, item, writes, barrier);
+    stamp(1, clock64());
+    uint4 q[2 * kChunks];
+#pragma unroll
+    for (int j = 0; j < 2 * kChunks; ++j) {
+      const int d = 32 * j + 8 * c_;
+      q[j] =
+          r_ < item.num_heads && d < paged.D ? *reinterpret_cast<const uint4*>(rows.q[r_] + d) : make_uint4(0, 0, 0, 0);
+    }
+    AttentionState<kChunks> state;
+    for (int tile = first; tile < item.end; tile += kSplitUnit) {  // the next tile's pieces where this one's were
+      const bool is_new = new_token >= tile && new_token < tile + kTile;
+      if (is_new) insert_new_key<kChunks>(t.k, rows, new_token - tile, paged.D);
+      state.add_keys(t.k, q, tile, item.end, paged.scale_log2);
+      t.load_keys(paged, row);
+      if (is_new) insert_new_value<kChunks>(t.v, rows, new_token - tile, paged.D);
+      state.add_values(t.v);
+      t.load_values(paged, row);
+      row = Tile::row(paged, item, tile + 2 * kSplitUnit, new_token);
+    }
+    state.leave(shared);
+    finish<__nv_bfloat16>(paged, item, shared, barrier);
+    barrier();  // before the next item's rows
+    return true;
+  }
+
+  const StepArguments& a_;
+  SlotReader reader_;
+  float* const sums_;
+  __nv_bfloat16* const stream_;
+  __nv_bfloat16* const x_;
+  char* const scratch_;  // of attention: where x_ lies
+  const int warp_, r_, c_;
+  GridBarrier grid_;
+  const MultiplyBarrier barrier_{};
+  int half_ = 0;  // of sums_
+  int operation_ = 0;
+  long long starved_ = 0;
+};
+
+template <int kChunks>
+__global__ void __launch_bounds__(kBlockThreads, 1) decode_step_kernel(const __grid_constant__ StepArguments a) {
+  __shared__ SlotBarriers barriers;
+  extern __shared__ uint4 memory[];
+  char* const shared = reinterpret_cast<char*>(memory);
+  if (threadIdx.x == 0) init_slot_barriers(barriers, a.slots, kWarps);
+  __syncthreads();
+  char* const slots = shared + a.slots_at;
+  if (threadIdx.x >= kThreads) {
+    request_weights(a, SlotWriter(barriers, slots, a.slots, a.window, a.report));
+  } else {
+    Step<kChunks>(a, shared, SlotReader(barriers, slots, a.slots, a.report)).run();
+  }
+}
+
+// Where things lie in a block's memory, and how many slots are left.
+struct SharedPlan {
+  int64_t stream_at, x_at, slots_at, slots;
+};
+SharedPlan plan_shared(int64_t N, int64_t C, int64_t F, int64_t HD, int64_t D) {
+  SharedPlan plan{};
+  plan.stream_at = Sums::bytes(N);
+  plan.x_at = round_up(plan.stream_at + N * C * 2, 128);
+  const int64_t attention = D <= 64 ? sizeof(RotatedRows<64>) + sizeof(DecodeShared<64>)
+                                    : sizeof(RotatedRows<128>) + sizeof(DecodeShared<128>);
+  plan.slots_at = round_up(plan.x_at + std::max(N * (std::max({C, F, HD}) + 8) * 2, attention), 128);
+  plan.slots = std::clamp<int64_t>((kSharedBytes - plan.slots_at) / kSlotBytes, 0, kMaxSlots);
+  return plan;
+}
+SharedPlan plan_of(const DecodeStep& s) { return plan_shared(s.shape.S, s.C, s.F, s.shape.H * s.shape.D, s.shape.D); }
+
+bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+bool pointers_fit(const DecodeStep& s) {
+  for (int64_t l = 0; l < s.L; ++l) {
+    const DecodeStepLayer& layer = s.layers[l];
+    for (const void* p : {layer.qkv_w, layer.o_w, layer.up_w, layer.down_w, static_cast<const void*>(layer.norm1),
+                          static_cast<const void*>(layer.norm2), static_cast<const void*>(layer.k_cache),
+                          static_cast<const void*>(layer.v_cache)}) {
+      if (p == nullptr || !is_aligned(p)) return false;
+    }
+    if ((layer.q_norm == nullptr) != (layer.k_norm == nullptr)) return false;
+  }
+  return is_aligned(s.token_table) && is_aligned(s.head) && is_aligned(s.norm) && is_aligned(s.qkv) &&
+         is_aligned(s.o) && is_aligned(s.branch) && is_aligned(s.act);
+}
+
+cudaError_t multiprocessors(int* count) {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  return error != cudaSuccess ? error : cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+}
+
+template <int kChunks>
+KernelError launch(const StepArguments& a, int64_t shared_bytes, StreamHandle stream) {
+  static constexpr auto kKernel = decode_step_kernel<kChunks>;
+  static const cudaError_t allowed = allow_shared_memory(kKernel, kSharedBytes);
+  if (allowed != cudaSuccess) return allowed;
+  static int blocks = 0;
+  static const cudaError_t counted = multiprocessors(&blocks);
+  if (counted != cudaSuccess) return counted;
+  // Refused when not all blocks are on the device at once.
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(kBlockThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream_of(stream);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kKernel, a);
+}
+
+}  // namespace
+
+bool decode_step_applies(const DecodeStep& s) {
+  const PagedShape& p = s.shape;
+  if (p.S < 1 || p.S > kMaxStepRows || s.L < 1 || s.L > kMaxStepLayers) return false;
+  if (s.C < 8 || s.C % 8 != 0 || s.C > kMaxNormWidth || s.F < 8 || s.F % 8 != 0 || s.V < 1) return false;
+  if (p.D < 8 || p.D % 8 != 0 || p.D > kMaxHeadSize || p.K < 1 || p.H % p.K != 0) return false;
+  if (std::max({s.V, s.F, (p.H + 2 * p.K) * p.D, p.H * p.D}) > kMaxStepOutputs) return false;
+  return plan_of(s).slots >= kMinSlots;
+}
+
+KernelError decode_step(void* logits, const DecodeStep& s, void* workspace, const DecodeStepTuning& tuning,
+                        StreamHandle stream) {
+  const PagedShape& shape = s.shape;
+  const int64_t HD = shape.H * shape.D, QKV = (shape.H + 2 * shape.K) * shape.D;
+  if (!decode_step_applies(s) || !pointers_fit(s) || workspace == nullptr || shape.q_stride != QKV ||
+      shape.o_stride != HD) {
+    return cudaErrorInvalidValue;
+  }
+  PagedLaunch paged;
+  if (const KernelError error = prepare_paged(&paged, s.o, s.qkv, s.layers[0].k_cache, s.layers[0].v_cache,
+                                              s.block_tables, s.context_lens, shape, DType::kBF16, workspace);
+      error != kKernelOk) {
+    return error;
+  }
+  const SharedPlan plan = plan_of(s);
+  const int64_t slots = tuning.max_slots > 0 ? std::min<int64_t>(plan.slots, tuning.max_slots) : plan.slots;
+  StepArguments a{};
+  std::copy_n(s.layers, s.L, a.layers);
+  a.logits = static_cast<__nv_bfloat16*>(logits);
+  a.qkv = static_cast<__nv_bfloat16*>(s.qkv);
+  a.o = static_cast<__nv_bfloat16*>(s.o);
+  a.branch = static_cast<__nv_bfloat16*>(s.branch);
+  a.act = static_cast<__nv_bfloat16*>(s.act);
+  a.token_table = static_cast<const __nv_bfloat16*>(s.token_table);
+  a.head = static_cast<const __nv_bfloat16*>(s.head);
+  a.norm = s.norm;
+  a.ids = s.ids;
+  a.arrived = reinterpret_cast<unsigned long long*>(static_cast<unsigned*>(workspace) + kCounters);
+  a.attention = paged.arguments;
+  a.attention.rotation = {nullptr, nullptr, s.eps, s.cos_sin, s.positions, s.slots};
+  a.items_x = static_cast<int>(paged.grid.x);
+  a.items_y = static_cast<int>(paged.grid.y);
+  a.N = static_cast<int>(shape.S);
+  a.C = static_cast<int>(s.C);
+  a.F = static_cast<int>(s.F);
+  a.V = static_cast<int>(s.V);
+  a.L = static_cast<int>(s.L);
+  a.QKV = static_cast<int>(QKV);
+  a.HD = static_cast<int>(HD);
+  a.eps = s.eps;
+  a.slots = static_cast<int>(slots);
+  a.window = static_cast<int>(std::min<int64_t>(tuning.window > 0 ? tuning.window : kDefaultWindow, slots));
+  a.stream_at = static_cast<int>(plan.stream_at);
+  a.x_at = static_cast<int>(plan.x_at);
+  a.slots_at = static_cast<int>(plan.slots_at);
+  a.stamps = tuning.stamps;
+  a.report = tuning.report;
+  const int64_t shared_bytes = plan.slots_at + slots * kSlotBytes;
+  return shape.D <= 64 ? launch<1>(a, shared_bytes, stream) : launch<2>(a, shared_bytes, stream);
+}
+
+}  // namespace kintsugi::kernels::cuda
