@@ -9,6 +9,7 @@
 #include "launch/memory_plan.h"
 #include "parallel/fully_sharded.h"
 #include "parallel/mesh.h"
+#include "parallel/state_memory.h"
 #include "runtime/base/file_system.h"
 
 namespace kintsugi::launch {
@@ -35,10 +36,35 @@ double bytes_sent(const RunConfig& config, const runtime::ParamTable& table, int
          static_cast<double>(t.all_to_all_bytes) * (N - 1) / N;
 }
 
+// Without what was asked of the configured mode alone.
 RunConfig in_mode(RunConfig config, const std::string& mode) {
-  config.parallelism.mode = mode;
-  if (mode == "ddp") config.parallelism.shard = config.parallelism.replicate = 0;
+  parallel::ParallelConfig& p = config.parallelism;
+  if (mode != p.mode) {
+    p.accumulation = "auto";
+    p.keep_after_forward.clear();
+  }
+  p.mode = mode;
+  if (mode == "ddp") {
+    p.shard = p.replicate = 0;
+    p.gradient_dtype = "fp32";
+  }
   return config;
+}
+
+// What each way to add up micro-steps costs, where there is a choice.
+std::string price_of_accumulation(const RunConfig& config, const runtime::ParamTable& table, int world_size,
+                                  int64_t num_micro_steps) {
+  if (!config.parallelism.sharded() || config.parallelism.fixed_order() || world_size == 1) return "";
+  std::string out = fmt::format("gradients of {} micro-step{}", num_micro_steps, num_micro_steps == 1 ? "" : "s");
+  for (const char* const way : {"whole", "shards"}) {
+    RunConfig c = config;
+    c.parallelism.accumulation = way;
+    const parallel::StateMemory memory = parallel::plan_state_memory(table, c.parallelism, c.dtype(), world_size);
+    out += fmt::format("{} parallelism.accumulation = \"{}\": {:.1f} MiB, {:.1f} sent", way[0] == 'w' ? "," : ";", way,
+                       static_cast<double>(memory.gradients_bytes) / (1 << 20),
+                       bytes_sent(c, table, world_size, num_micro_steps) / (1 << 20));
+  }
+  return out + fmt::format("; here {}\n", config.parallelism.accumulates_whole() ? "whole" : "shards");
 }
 
 // Of all ranks on one host: each rank's segment, and what its worker and each of its spares take for themselves.
@@ -145,7 +171,8 @@ Result<std::string> report_plan(const RunConfig& config, const PlanRequest& requ
                        kMiB * sent / kGiB, step_s * 1e3, fits.empty() ? "yes" : fits);
   }
   out += "MiB of one rank; the configured mode first. Snapshots lie in host memory.\n";
-  return out;
+  KTG_ASSIGN_OR_RETURN(const parallel::BatchLayout layout, base.batch_layout(0, N));
+  return out + price_of_accumulation(base, table, N, layout.num_micro_steps);
 }
 
 }  // namespace kintsugi::launch

@@ -4,6 +4,7 @@
 
 #include <filesystem>
 
+#include "parallel/fully_sharded.h"
 #include "parallel/mesh.h"
 #include "runtime/base/file_system.h"
 #include "runtime/cuda/cuda_backend.h"
@@ -198,6 +199,9 @@ Status RunConfig::validate(int world_size) const {
   if (training.eval_every > 0 && data.validation.empty()) {
     return invalid_argument(
         fmt::format("training.eval_every = {}: data.validation names no file", training.eval_every));
+  }
+  if (!parallelism.keep_after_forward.empty()) {
+    KTG_RETURN_IF_ERROR(parallel::check_unit_names(runtime::ParamTable::build(model), parallelism));
   }
   KTG_ASSIGN_OR_RETURN([[maybe_unused]] const parallel::Mesh mesh, parallel::Mesh::of_run(parallelism, world_size));
   KTG_ASSIGN_OR_RETURN([[maybe_unused]] const parallel::BatchLayout layout, batch_layout(0, world_size));

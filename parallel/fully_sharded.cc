@@ -376,12 +376,23 @@ Status FullyShardedImpl::settle(Stream& stream, Deadline deadline) {
 
 }  // namespace
 
+Status check_unit_names(const runtime::ParamTable& table, const ParallelConfig& config) {
+  const auto first = table.units().begin() + 1, last = table.units().end() - 1;
+  for (const std::string& name : config.keep_after_forward) {
+    if (std::any_of(first, last, [&](const runtime::UnitInfo& unit) { return unit.name == name; })) continue;
+    return invalid_argument(fmt::format("parallelism.keep_after_forward: there is no block \"{}\"; allowed: {} to {}",
+                                        name, first->name, std::prev(last)->name));
+  }
+  return ok_status();
+}
+
 Result<std::unique_ptr<FullySharded>> FullySharded::create(const runtime::ParamTable& table,
                                                            const FullyShardedOptions& options,
                                                            runtime::Backend& backend, comm::SymmetricHeap& heap,
                                                            runtime::Stream& stream) {
   KTG_RETURN_IF_ERROR(options.config.validate());
   KTG_RETURN_IF_ERROR(Mesh::of_run(options.config, options.world_size).status());
+  KTG_RETURN_IF_ERROR(check_unit_names(table, options.config));
   auto made = std::make_unique<FullyShardedImpl>(table, options, backend);
   KTG_RETURN_IF_ERROR(made->allocate(heap, stream));
   return std::unique_ptr<FullySharded>(std::move(made));

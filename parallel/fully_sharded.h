@@ -3,18 +3,19 @@
 // `replicate` replicas hold the same.
 //
 //   mode    a rank keeps whole                     gradients
-//   zero1   compute weights, one gradient          summed over micro-steps here, reduced once a step
+//   zero1   compute weights, one gradient          added up over micro-steps here, reduced once a step
 //   zero2   compute weights                        reduced in every micro-step, accumulated as shards
 //   zero3   nothing but two units in turn (below)  reduced in every micro-step, accumulated as shards
-// In fixed order every virtual shard's gradient is reduced by itself in all modes.
+// parallelism.accumulation has the gradients of any of them added up whole or in shards. In fixed order every virtual
+// shard's gradient is reduced by itself in all modes.
 //
 // Weights. A unit's gathered weights are stale after an update; in zero3 also once another unit has taken their buffer,
-// which reshard_after_forward = false keeps from blocks by a buffer for each. acquire(i) makes the stream wait for unit
-// i's all-gather and starts the next one's: i + 1 in forward, i - 1 in backward. So zero1 and zero2 gather once a step,
-// zero3 twice a micro-step, but for the two blocks whose weights still lie there where forward turns into backward, and
-// backward into the next forward (plan_traffic() counts). What travels is the compute dtype; the fp32 vectors of all
-// units (norms, biases), which the kernels read unrounded, are a small table that every rank keeps whole and gathers
-// once after each update.
+// from which reshard_after_forward = false and keep_after_forward keep blocks by a buffer for each. acquire(i) makes
+// the stream wait for unit i's all-gather and starts the next one's: i + 1 in forward, i - 1 in backward. So zero1 and
+// zero2 gather once a step, zero3 twice a micro-step, but for the two blocks whose weights still lie there where
+// forward turns into backward, and backward into the next forward (plan_traffic() counts). What travels is the compute
+// dtype; the fp32 vectors of all units (norms, biases), which the kernels read unrounded, are a small table that every
+// rank keeps whole and gathers once after each update.
 //
 // Buffers of zero3: two for blocks, in turn; one for the tables at both ends (two with a tied embedding, which stays
 // gathered from one end to the other and is reduced once). The same of fp32 for gradients in zero2 and zero3. In zero1
@@ -27,6 +28,9 @@
 // Fixed order. Micro-step m of rank r runs virtual shard m N + r (batch_layout.h). Its gradient goes to the owners by
 // all-to-all (and all-gather among replicas), and each owner adds the leaves of its chunk up the reduction tree
 // (comm/reduction_tree.h), so the bits are those of DataParallel in fixed order, at every world size and mode.
+//
+// Update. It goes unit by unit, and what the next forward reads first is gathered behind it while the rest is updated:
+// all units in zero1 and zero2, and in zero3 one for each buffer.
 //
 // State, gradient shards and everything that peers read lie in the symmetric heap (on a GPU: of device memory).
 #pragma once
@@ -70,6 +74,9 @@ class FullySharded : public ParallelMode {
   };
   virtual Traffic traffic() const = 0;
 };
+
+// kInvalidArgument when parallelism.keep_after_forward names what is no block.
+Status check_unit_names(const runtime::ParamTable& table, const ParallelConfig& config);
 
 // What one step of the mode sends, by formula: count and bytes of each collective (bytes of one rank's contribution).
 FullySharded::Traffic plan_traffic(const runtime::ParamTable& table, const FullyShardedOptions& options);

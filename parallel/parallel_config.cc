@@ -18,6 +18,17 @@ Status ParallelConfig::validate() const {
         "parallelism.shard = {}: every rank of mode \"ddp\" holds the whole state; zero1, zero2 and zero3 shard it",
         shard));
   }
+  if (accumulation != "auto" && (!sharded() || fixed_order())) {
+    return invalid_argument(fmt::format(
+        "parallelism.accumulation = \"{}\": {}; modes zero1 to zero3 with reduce_order = \"fast\" have the choice",
+        accumulation,
+        sharded() ? "in fixed order every virtual shard's gradient is reduced by itself"
+                  : "mode \"ddp\" adds up whole"));
+  }
+  if (!keep_after_forward.empty() && mode != "zero3") {
+    return invalid_argument(fmt::format(
+        "parallelism.keep_after_forward: mode \"{}\" keeps all weights gathered; zero3 gives them up", mode));
+  }
   if (gradient_dtype == "bf16" && (!sharded() || fixed_order())) {
     return invalid_argument(
         fmt::format("parallelism.gradient_dtype = \"bf16\": mode \"{}\" with reduce_order = \"{}\" sends fp32; modes "
@@ -40,6 +51,14 @@ void describe(ConfigTable& table, ParallelConfig& config) {
             "groups of such ranks, each with the whole state (hybrid sharding); 0: what parallelism.shard leaves");
   table.add("parallelism.reshard_after_forward", &config.reshard_after_forward,
             "zero3: give a block's gathered weights up until backward needs them again");
+  table.add(
+      "parallelism.keep_after_forward", &config.keep_after_forward,
+      "zero3: blocks that keep their gathered weights all the same, [\"block.0\", ...]: each costs its memory and "
+      "saves an all-gather a micro-step");
+  table.add("parallelism.accumulation", &config.accumulation,
+            "zero1 to zero3, fast order: gradients of micro-steps are added up whole on every rank and reduced once a "
+            "step, or reduced each time and added up in shards; auto: whole in zero1, where they lie whole anyway",
+            {"auto", "whole", "shards"});
   table.add("parallelism.gradient_dtype", &config.gradient_dtype,
             "zero1 to zero3, fast order: of gradients on the wire; their sums are fp32", {"fp32", "bf16"});
   table.add("parallelism.reduce_order", &config.reduce_order,

@@ -18,7 +18,7 @@ Slots plan_slots(const std::vector<int64_t>& lengths, bool all_own, const std::v
     sizes.push_back(length);
     return static_cast<int>(sizes.size()) - 1;
   };
-  int turn[2] = {-1, -1}, end = -1;
+  int turn[2] = {-1, -1}, turns = 0, end = -1;
   for (int u = 0; u < units; ++u) {
     const auto length = lengths[static_cast<size_t>(u)];
     const bool is_end = u == 0 || u + 1 == units;
@@ -26,7 +26,7 @@ Slots plan_slots(const std::vector<int64_t>& lengths, bool all_own, const std::v
     if (all_own || (is_end && tied) || own[static_cast<size_t>(u)]) {
       slot = add(length);
     } else {
-      int& shared = is_end ? end : turn[u % 2];
+      int& shared = is_end ? end : turn[turns++ % 2];
       if (shared < 0) shared = add(0);
       slot = shared;
     }
@@ -85,23 +85,26 @@ ShardPlan::ShardPlan(const runtime::ParamTable& table, const ParallelConfig& con
       fixed(config.fixed_order()),
       wire_bf16(!fixed && num_shards > 1 && config.gradient_dtype == "bf16"),
       rounded(dtype != kernels::DType::kF32),
-      every_step(fixed || (config.mode != "zero1" && world_size > 1)),
+      every_step(fixed || (world_size > 1 && !config.accumulates_whole())),
       tied(!has_head_matrix(table)),
       one_rank(world_size == 1),
       alone(one_rank && !fixed),
       dtype_(dtype) {
   const int units = table.num_units();
   std::vector<int64_t> gathered, whole, received_lengths;
-  std::vector<bool> none(static_cast<size_t>(units), false), kept(static_cast<size_t>(units), false);
+  const std::vector<bool> none(static_cast<size_t>(units), false);
   for (int u = 0; u < units; ++u) {
     gathered.push_back(shards.gathered_length(u));
     // One shard's own weights are whole.
     whole.push_back(num_shards == 1 ? 0 : gathered.back());
     received_lengths.push_back(shards[u].chunk * (fixed ? world_size : num_shards));
-    kept[static_cast<size_t>(u)] = !config.reshard_after_forward && u > 0 && u + 1 < units;
+    const std::vector<std::string>& names = config.keep_after_forward;
+    const std::string& name = table.units()[static_cast<size_t>(u)].name;
+    const bool keep = !config.reshard_after_forward || std::find(names.begin(), names.end(), name) != names.end();
+    kept.push_back(keep && u > 0 && u + 1 < units);
   }
   weights = plan_slots(whole, config.mode != "zero3", kept, tied);
-  if (!alone) gradients = plan_slots(gathered, config.mode == "zero1", none, tied);
+  if (!alone) gradients = plan_slots(gathered, !every_step || (fixed && config.mode == "zero1"), none, tied);
   if ((fixed && !one_rank) || wire_bf16) received = plan_slots(received_lengths, false, none, tied);
   if (fixed) leaves = plan_leaf_runs(config.virtual_shards, world_size);
   vote_bytes_ = Vote(table.units(), mesh, config, rank).memory_bytes();

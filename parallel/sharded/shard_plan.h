@@ -44,12 +44,13 @@ class ShardPlan {
   const bool fixed;       // reduce order
   const bool wire_bf16;   // gradients
   const bool rounded;     // the kernels read another type than fp32
-  const bool every_step;  // gradients are reduced in every micro-step; zero1 in fast order: in the last
+  const bool every_step;  // gradients are reduced in every micro-step; accumulated whole: in the last
   const bool tied;        // the head has no matrix of its own
   const bool one_rank;    // nothing is exchanged
   const bool alone;       // fast order at one rank: gradients are written where they stay
   Slots weights, gradients, received;
-  LeafRuns leaves;  // fixed order; buffers of the local space
+  std::vector<bool> kept;  // by unit: a block with a slot for its weights alone, though others take turns
+  LeafRuns leaves;         // fixed order; buffers of the local space
 
   StateMemory memory() const;
   // Where the local space is cut for the update: unit by unit where each is gathered next, else in halves.

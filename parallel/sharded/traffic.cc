@@ -8,17 +8,18 @@
 namespace kintsugi::parallel {
 namespace {
 
-// How often a step gathers unit u. The weights change with every step, so at least once. In zero3 with B blocks and M
-// micro-steps two blocks lie in slots at each turning point: the last two when forward turns into backward, the first
-// two when backward is followed by the next forward. So of more than two blocks each one but the last two is gathered
-// again in backward, and each but the first two again in forward. Both ends, where they share a slot, displace each
-// other once a micro-step.
+// How often a step gathers unit u. The weights change with every step, so at least once. In zero3 with M micro-steps
+// the blocks that are not kept take two slots in turn, and two of them lie there at each turning point: the last two
+// when forward turns into backward, the first two when backward is followed by the next forward. So of more than two
+// such blocks each one but the last two is gathered again in backward, and each but the first two again in forward.
+// Both ends, where they share a slot, displace each other once a micro-step.
 int64_t gathers_of(const ShardPlan& plan, const ParallelConfig& config, int unit, int64_t M) {
   if (config.mode != "zero3") return 1;
-  const int blocks = plan.num_units() - 2;
-  if (unit == 0 || unit > blocks) return plan.tied ? 1 : M;
-  if (!config.reshard_after_forward || blocks <= 2) return 1;
-  return 1 + (unit <= blocks - 2 ? M : 0) + (unit > 2 ? M - 1 : 0);
+  if (unit == 0 || unit + 1 == plan.num_units()) return plan.tied ? 1 : M;
+  const auto block = plan.kept.begin() + unit, last = plan.kept.end() - 1;
+  const auto before = std::count(plan.kept.begin() + 1, block, false), after = std::count(block + 1, last, false);
+  if (*block || before + after < 2) return 1;
+  return 1 + (after >= 2 ? M : 0) + (before >= 2 ? M - 1 : 0);
 }
 
 }  // namespace

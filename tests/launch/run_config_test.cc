@@ -67,6 +67,9 @@ TEST_F(RunConfigTest, ImpossibleNumbersNameTheKeyAndWhatIsAllowed) {
               AllOf(HasSubstr("training.seq_len = 512"), HasSubstr("max_seq_len = 256")));
   EXPECT_THAT(error("training.global_batch_size = 24", 5), HasSubstr("20 or 25"));
   EXPECT_THAT(error("parallelism.mode = \"zero4\""), HasSubstr("allowed: ddp, zero1, zero2, zero3"));
+  EXPECT_THAT(error("parallelism.mode = \"zero3\"\nparallelism.keep_after_forward = [\"block.99\"]"),
+              HasSubstr("there is no block \"block.99\"; allowed: block.0 to block."));
+  EXPECT_THAT(error("parallelism.accumulation = \"whole\""), HasSubstr("mode \"ddp\" adds up whole"));
   EXPECT_THAT(error("training.dtype = \"fp16\""), HasSubstr("fp32, bf16"));
   EXPECT_THAT(error("training.eval_every = 5"), HasSubstr("data.validation"));
   EXPECT_THAT(error("metrics.trace_steps = [0]"), HasSubstr("metrics.trace_steps"));

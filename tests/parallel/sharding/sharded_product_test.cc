@@ -20,23 +20,39 @@ std::vector<Layout> layouts_of(const char* mode, int world_size) {
 
 class ShardedProductTest : public testing::TestWithParam<const char*> {};
 
-// 8 shards are one micro-step at 8 ranks, 24 are four at 6 and three at 8; one rank runs all of them.
+void expect_bits_of_one_rank(const TrainOptions& options, const Trained& one, const char* mode, int world_size) {
+  for (const Layout& layout : layouts_of(mode, world_size)) {
+    for (const runtime::Recompute recompute : {runtime::Recompute::kNone, runtime::Recompute::kBlock}) {
+      TrainOptions o = in_layout(options, layout);
+      o.recompute = recompute;
+      const std::string what = o.name() + ", " + std::to_string(world_size) + " ranks";
+      const Trained got = train_on_threads(o, world_size);
+      expect_same_bits(got, one, what);
+      if (o.parallel.sharded()) expect_planned_traffic(got, what);
+    }
+  }
+}
+
+// The same shards at every number of ranks: 8 are one micro-step at 8 ranks, 24 are four at 6 and three at 8; one rank
+// runs all of them.
 TEST_P(ShardedProductTest, InFixedOrderEveryLayoutHasTheBitsOfOneRank) {
   for (const runtime::ModelConfig& model : uneven_models()) {
     for (const int64_t shards : {8, 24}) {
       const TrainOptions options = fixed_order(model, shards);
       const Trained one = train_on_threads(options, 1);
-      for (const int world_size : kWorldSizes) {
-        for (const Layout& layout : layouts_of(GetParam(), world_size)) {
-          for (const runtime::Recompute recompute : {runtime::Recompute::kNone, runtime::Recompute::kBlock}) {
-            TrainOptions o = in_layout(options, layout);
-            o.recompute = recompute;
-            const std::string what = o.name() + ", " + std::to_string(world_size) + " ranks";
-            const Trained got = train_on_threads(o, world_size);
-            expect_same_bits(got, one, what);
-            if (o.parallel.sharded()) expect_planned_traffic(got, what);
-          }
-        }
+      for (const int world_size : kWorldSizes) expect_bits_of_one_rank(options, one, GetParam(), world_size);
+    }
+  }
+}
+
+// A rank's micro-steps are virtual shards, so accumulation is exact: one and four micro-steps at every number of ranks.
+TEST_P(ShardedProductTest, InFixedOrderOneAndFourMicroStepsHaveTheBitsOfOneRank) {
+  for (const runtime::ModelConfig& model : uneven_models()) {
+    for (const int world_size : kWorldSizes) {
+      for (const int accumulation : {1, 4}) {
+        TrainOptions options = fixed_order(model, world_size * accumulation);
+        options.global_batch = options.global_batch % (world_size * accumulation) == 0 ? options.global_batch : 96;
+        expect_bits_of_one_rank(options, train_on_threads(options, 1), GetParam(), world_size);
       }
     }
   }

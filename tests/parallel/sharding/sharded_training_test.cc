@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <limits>
 #include <random>
 
 #include "tests/parallel/sharding/late_communicator.h"
@@ -48,6 +49,45 @@ TEST(ShardedTrainingTest, RecomputationKeptWeightsAndNoOverlapChangeNoBit) {
   expect_planned_traffic(kept, zero3.name());
   zero3.overlap = false;
   expect_same_bits(train_on_threads(zero3, 4), one, zero3.name());
+}
+
+TEST(ShardedTrainingTest, BlocksThatKeepTheirWeightsAfterForwardChangeNoBitAndSaveTheirGathers) {
+  runtime::ModelConfig model = uneven_models()[0];
+  model.num_layers = 5;
+  const TrainOptions options = fixed_order(model, 8);
+  const Trained one = train_on_threads(options, 1);
+  int64_t before = std::numeric_limits<int64_t>::max();
+  for (const std::vector<std::string>& kept :
+       {std::vector<std::string>{}, {"block.1"}, {"block.1", "block.2"}, {"block.0", "block.2", "block.4"}}) {
+    TrainOptions o = in_layout(options, {"zero3", 4, 0});
+    o.parallel.keep_after_forward = kept;
+    const std::string what = o.name() + ", " + std::to_string(kept.size()) + " kept";
+    const Trained got = train_on_threads(o, 4);
+    expect_same_bits(got, one, what);
+    expect_planned_traffic(got, what);
+    EXPECT_LT(got.ranks[0].traffic.all_gathers, before) << what;
+    before = got.ranks[0].traffic.all_gathers;
+  }
+}
+
+// Micro-steps that are added up whole and reduced once add the same numbers in another order than those reduced one by
+// one. How they are added says which modes have the same bits.
+TEST(ShardedTrainingTest, GradientsAreAddedUpWholeOrInShardsAsAsked) {
+  TrainOptions options;
+  options.model = uneven_models()[0];
+  options.micro_batch = 2;  // of 6 a rank
+  for (const char* accumulation : {"whole", "shards"}) {
+    std::vector<Trained> all;
+    for (const char* mode : {"zero1", "zero2", "zero3"}) {
+      TrainOptions o = in_layout(options, {mode, 4, 0});
+      o.parallel.accumulation = accumulation;
+      all.push_back(train_on_threads(o, 4));
+      expect_planned_traffic(all.back(), o.name() + ", " + accumulation);
+      expect_same_bits(all.back(), all.front(), o.name() + ", " + accumulation);
+      const FullySharded::Traffic& t = all.back().ranks[0].traffic;
+      EXPECT_EQ(t.reduce_scatters, 5 * (accumulation == std::string("whole") ? 1 : 3)) << o.name();
+    }
+  }
 }
 
 // Kernels read rounded matrices and fp32 vectors: the vectors are gathered apart.
