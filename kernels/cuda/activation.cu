@@ -41,8 +41,9 @@ struct SwigluGrid {
 // Calls work(row, pack) where both exist.
 template <class Work>
 __device__ inline void for_swiglu_packs(const SwigluGrid& grid, Work work) {
-  const uint32_t row_block = blockIdx.x / static_cast<uint32_t>(grid.column_blocks);
-  const uint32_t column_block = blockIdx.x - row_block * static_cast<uint32_t>(grid.column_blocks);
+  const uint32_t block = block_from_end();
+  const uint32_t row_block = block / static_cast<uint32_t>(grid.column_blocks);
+  const uint32_t column_block = block - row_block * static_cast<uint32_t>(grid.column_blocks);
   const int32_t pack = static_cast<int32_t>(column_block * blockDim.x + threadIdx.x);
   if (pack < grid.packs) work(int64_t{row_block} * kSwigluRows, int64_t{pack});
 }

@@ -21,6 +21,10 @@ inline constexpr int kMultiprocessors = 132;
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
+// Index of the block counted from the end. Kernels that follow a matrix product go through memory backwards: what the
+// product stored last still lies in L2 then, and what they store last is what the next product reads first.
+__device__ inline uint32_t block_from_end() { return gridDim.x - 1 - blockIdx.x; }
+
 inline cudaStream_t stream_of(StreamHandle stream) { return static_cast<cudaStream_t>(stream); }
 inline KernelError launch_error() { return cudaGetLastError(); }
 

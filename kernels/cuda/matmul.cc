@@ -5,6 +5,7 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "kernels/cuda/gemm_tiles.h"
 #include "kernels/cuda/library_handles.h"
 
 namespace kintsugi::kernels::cuda {
@@ -174,15 +175,46 @@ cublasStatus_t Matmul::run(const Operands& o, const cublasLtMatmulAlgo_t& algori
                         &algorithm, scratch, static_cast<size_t>(scratch_bytes), stream);
 }
 
+namespace {
+
+void add_unknown(std::vector<cublasLtMatmulAlgo_t>* algorithms, const cublasLtMatmulAlgo_t& algorithm) {
+  const bool known = std::any_of(algorithms->begin(), algorithms->end(), [&](const cublasLtMatmulAlgo_t& other) {
+    return std::memcmp(&algorithm, &other, sizeof algorithm) == 0;
+  });
+  if (!known) algorithms->push_back(algorithm);
+}
+
+// The algorithms that are there with other tiles: of each promising one at most two, which differ in how blocks form
+// clusters.
+void add_tiles(std::vector<cublasLtMatmulAlgo_t>* algorithms, Matmul& matmul, const GemmProblem& p, size_t count) {
+  constexpr int kTiles = 8;
+  constexpr size_t kVariants = 2;
+  const std::vector<cublasLtMatmulAlgo_t> bases = *algorithms;
+  const int64_t rows = p.op == GemmOp::kForward ? p.O : p.I, columns = p.op == GemmOp::kBackwardWeight ? p.O : p.N;
+  for (const GemmTile tile : promising_tiles(rows, columns, kTiles)) {
+    const uint32_t id = tile_id(tile);
+    const size_t before = algorithms->size();
+    for (cublasLtMatmulAlgo_t algorithm : bases) {
+      if (algorithms->size() >= std::min(count, before + kVariants)) break;
+      const cublasStatus_t set =
+          cublasLtMatmulAlgoConfigSetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID, &id, sizeof id);
+      if (set == CUBLAS_STATUS_SUCCESS &&
+          matmul.accepts(algorithm, deterministic_algorithms(), stream_scratch_bytes())) {
+        add_unknown(algorithms, algorithm);
+      }
+    }
+  }
+}
+
+}  // namespace
+
 cublasStatus_t propose_widely(std::vector<cublasLtMatmulAlgo_t>* algorithms, Matmul& matmul, const GemmProblem& problem,
                               const Operands& operands, int count) {
   const bool deterministic = deterministic_algorithms();
   const int64_t scratch_bytes = stream_scratch_bytes();
+  const auto most = static_cast<size_t>(count);
   KTG_RETURN_IF_CUBLAS_ERROR(matmul.propose(algorithms, count, deterministic, scratch_bytes));
-  const auto known = [&](const cublasLtMatmulAlgo_t& a) {
-    return std::any_of(algorithms->begin(), algorithms->end(),
-                       [&](const cublasLtMatmulAlgo_t& b) { return std::memcmp(&a, &b, sizeof a) == 0; });
-  };
+  add_tiles(algorithms, matmul, problem, (algorithms->size() + 2 * most) / 3);
   for (const auto& [numerator, denominator] : {std::pair{1, 2}, {2, 1}, {1, 4}, {4, 1}}) {
     for (int64_t GemmProblem::*size : {&GemmProblem::N, &GemmProblem::O, &GemmProblem::I}) {
       GemmProblem like = problem;
@@ -194,8 +226,8 @@ cublasStatus_t propose_widely(std::vector<cublasLtMatmulAlgo_t>* algorithms, Mat
         continue;
       }
       for (const cublasLtMatmulAlgo_t& a : proposed) {
-        if (algorithms->size() >= static_cast<size_t>(count)) return CUBLAS_STATUS_SUCCESS;
-        if (!known(a) && matmul.accepts(a, deterministic, scratch_bytes)) algorithms->push_back(a);
+        if (algorithms->size() >= most) return CUBLAS_STATUS_SUCCESS;
+        if (matmul.accepts(a, deterministic, scratch_bytes)) add_unknown(algorithms, a);
       }
     }
   }

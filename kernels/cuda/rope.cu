@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t half = D / 2, threads_per_token = chunks * kHeadLanes;
   const int32_t token_in_block = static_cast<int32_t>(threadIdx.x) / threads_per_token;
   const int32_t in_token = static_cast<int32_t>(threadIdx.x) - token_in_block * threads_per_token;
-  const int64_t n = int64_t{blockIdx.x} * tokens_per_block + token_in_block;
+  const int64_t n = int64_t{block_from_end()} * tokens_per_block + token_in_block;
   if (token_in_block >= tokens_per_block || n >= N) return;
   const int32_t head_lane = in_token / chunks;
   for (int32_t d = (in_token - head_lane * chunks) * kVec; d < half; d += chunks * kVec) {

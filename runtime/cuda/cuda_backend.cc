@@ -9,6 +9,7 @@
 
 #include "kernels/cuda/attention_cudnn.h"
 #include "kernels/cuda/gemm_tuning.h"
+#include "kernels/cuda/graph_fills.h"
 #include "kernels/cuda/libraries.h"
 
 namespace kintsugi::runtime {
@@ -323,7 +324,9 @@ class CudaBackend final : public Backend {
     }
     size_t num_nodes = 0;
     cudaGraphExec_t exec = nullptr;
-    cudaError_t error = cudaGraphGetNodes(graph, nullptr, &num_nodes);
+    int64_t num_fills = 0;
+    cudaError_t error = kernels::cuda::replace_small_memsets(graph, &num_fills);
+    if (error == cudaSuccess) error = cudaGraphGetNodes(graph, nullptr, &num_nodes);
     if (error == cudaSuccess) error = cudaGraphInstantiate(&exec, graph, 0);
     (void)cudaGraphDestroy(graph);
     KTG_RETURN_IF_ERROR(status_of(error, "making a graph of a recording"));

@@ -1,4 +1,5 @@
 // Kernels of more than one launch, or with unusual launches, inside a CUDA graph: a training step is one.
+#include "kernels/cuda/graph_fills.h"
 #include "tests/kernels/cuda/rowwise_testing.h"
 
 namespace kintsugi::kernels {
@@ -82,6 +83,45 @@ TEST_P(CudaCaptureTest, ChecksStartFromZeroInEachLaunch) {
   reference::reduce().digest(&expected, x.f32(), n, 3, nullptr);
   EXPECT_EQ(got, expected);
   EXPECT_EQ(counted, n);
+}
+
+TEST(CudaGraphFillsTest, SmallMemsetsBecomeKernelsInTheSamePlace) {
+  struct Fill {
+    int64_t at, bytes;
+    int value;
+  };
+  // Each overwrites a part of the one before, between two copies that read what the moment holds.
+  const Fill fills[] = {{0, 4096, 0x11}, {1, 3, 0x22},      {16, 64, 0},        {259, 1021, 0x44},
+                        {8, 1, 0x55},    {0, 100000, 0x66}, {1000, 65536, 0x77}};
+  constexpr int64_t kBytes = 131072, kCount = std::size(fills);
+  const DeviceMemory data(kBytes), seen(kBytes * kCount), expected(kBytes * kCount), plain(kBytes);
+  cudaStream_t stream = nullptr;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+  const auto queue = [&](const DeviceMemory& to, const DeviceMemory& copies) {
+    int64_t i = 0;
+    for (const Fill& fill : fills) {
+      EXPECT_EQ(cudaMemsetAsync(to.as<char>() + fill.at, fill.value, static_cast<size_t>(fill.bytes), stream),
+                cudaSuccess);
+      EXPECT_EQ(cudaMemcpyAsync(copies.as<char>() + i++ * kBytes, to.data(), kBytes, cudaMemcpyDeviceToDevice, stream),
+                cudaSuccess);
+    }
+  };
+  queue(plain, expected);
+  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  queue(data, seen);
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t exec = nullptr;
+  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  int64_t replaced = 0;
+  ASSERT_EQ(cuda::replace_small_memsets(graph, &replaced), cudaSuccess);
+  EXPECT_EQ(replaced, kCount - 1);  // all but the one of 100,000 bytes
+  ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+  EXPECT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+  EXPECT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+  expect_same_bits(seen.array(DType::kF32), expected.array(DType::kF32), "copies between the fills");
+  cudaGraphExecDestroy(exec);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
 }
 
 KTG_FOR_BOTH_TYPES(CudaCaptureTest);

@@ -5,6 +5,8 @@
 
 #include "kernels/cuda/gemm_tuning.h"
 #include "kernels/cuda/libraries.h"
+#include "kernels/cuda/library_handles.h"
+#include "kernels/cuda/matmul.h"
 #include "tests/kernels/cuda/rowwise_testing.h"
 
 namespace kintsugi::kernels {
@@ -296,6 +298,48 @@ TEST_P(CudaGemmTest, TunedAlgorithmsTravelAsTextAndGiveRightResults) {
   reference::gemm().linear_backward_weight(expected.f32(), dy.data(), x.data(), s.N, s.I, s.O, false, dtype(), nullptr);
   expect_close(dw.array(DType::kF32), expected, sum_error(s.N), 2 * kF32Round, "dw");
   EXPECT_TRUE(cuda::use_gemm_table({cuda::gemm_environment(), {}}, &why)) << why;
+}
+
+// Those with tiles of our choosing, too: the library has checked them, nobody has run them.
+TEST_P(CudaGemmTest, EveryAlgorithmThatIsProposedGivesRightResults) {
+  const Sizes s{1032, 328, 776};
+  const Array x = normal(s.N * s.I), w = normal(s.O * s.I), dy = normal(s.N * s.O);
+  const DeviceMemory dev_x(x), dev_w(w), dev_dy(dy);
+  void* scratch = nullptr;
+  ASSERT_EQ(cuda::stream_scratch(&scratch, nullptr), kKernelOk);
+  for (const cuda::GemmOp op : {cuda::GemmOp::kForward, cuda::GemmOp::kBackwardInput, cuda::GemmOp::kBackwardWeight}) {
+    const bool forward = op == cuda::GemmOp::kForward, weight = op == cuda::GemmOp::kBackwardWeight;
+    const DType out = weight ? DType::kF32 : dtype();
+    const int64_t size = weight ? s.O * s.I : forward ? s.N * s.O : s.N * s.I;
+    const int64_t terms = weight ? s.N : forward ? s.I : s.O;
+    Array expected(out, size);
+    if (weight) {
+      reference::gemm().linear_backward_weight(expected.f32(), dy.data(), x.data(), s.N, s.I, s.O, false, dtype(),
+                                               nullptr);
+    } else if (forward) {
+      reference::gemm().linear_forward(expected.data(), x.data(), w.data(), nullptr, s.N, s.I, s.O, dtype(), nullptr);
+    } else {
+      reference::gemm().linear_backward_input(expected.data(), dy.data(), w.data(), s.N, s.I, s.O, false, dtype(),
+                                              nullptr);
+    }
+    const cuda::GemmProblem problem{op, s.N, s.I, s.O, dtype()};
+    const DeviceMemory d(size * size_of(out));
+    const cuda::Operands operands{d.data(), weight ? dev_x.data() : dev_w.data(),
+                                  forward ? dev_x.data() : dev_dy.data()};
+    cuda::Matmul matmul;
+    ASSERT_EQ(matmul.init(problem, operands), CUBLAS_STATUS_SUCCESS);
+    std::vector<cublasLtMatmulAlgo_t> algorithms;
+    ASSERT_EQ(cuda::propose_widely(&algorithms, matmul, problem, operands, 40), CUBLAS_STATUS_SUCCESS);
+    EXPECT_GT(algorithms.size(), dtype() == DType::kBF16 ? 8u : 0u) << to_string(problem);
+    for (size_t i = 0; i < algorithms.size(); ++i) {
+      ASSERT_EQ(cudaMemset(d.data(), 0xff, static_cast<size_t>(size * size_of(out))), cudaSuccess);
+      EXPECT_EQ(matmul.run(operands, algorithms[i], scratch, cuda::stream_scratch_bytes(), nullptr),
+                CUBLAS_STATUS_SUCCESS)
+          << to_string(problem) << ", " << i;
+      expect_close(d.array(out), expected, sum_error(terms), 2 * kF32Round + (out == DType::kBF16 ? kBF16Round : 0),
+                   to_string(problem).c_str());
+    }
+  }
 }
 
 KTG_FOR_BOTH_TYPES(CudaGemmTest);
