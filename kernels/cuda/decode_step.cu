@@ -9,21 +9,19 @@
 // launches.
 #include <algorithm>
 
-#include "kernels/cuda/decode_norm.cuh"
-#include "kernels/cuda/decode_step.h"
+#include "kernels/cuda/decode_step_arguments.cuh"
+#include "kernels/cuda/decode_step_attention.cuh"
 #include "kernels/cuda/device.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/mma.cuh"
-#include "kernels/cuda/paged_decode.cuh"
 #include "kernels/cuda/paged_launch.cuh"
 #include "kernels/cuda/weight_stream.cuh"
 
 namespace kintsugi::kernels::cuda {
 namespace {
 
-constexpr int kWarps = 8;  // that multiply: each 128 of a slot's columns
-constexpr int kThreads = 32 * kWarps;
-static_assert(kThreads == kNormThreads && kWarps * 128 == kSlotColumns && kDecodeWarps <= kWarps);
+constexpr int kWarps = kStepWarps, kThreads = kStepThreads;
+static_assert(kWarps * 128 == kSlotColumns);
 constexpr int kBlockThreads = kThreads + 32;  // the last warp requests
 constexpr int kTileRows = 16;
 constexpr int kTilesTogether = 4;  // whose sums are joined at once
@@ -32,32 +30,6 @@ constexpr int kDefaultWindow = 4;
 constexpr int64_t kMaxHeadSize = 128;
 constexpr int64_t kMaxStepOutputs = 1 << 22;         // times the number of blocks: 32 bits
 constexpr int64_t kSharedBytes = 227 * 1024 - 1024;  // of a block, beside what is declared
-
-// The threads that multiply; those that attend.
-struct MultiplyBarrier {
-  __device__ void operator()() const { asm volatile("bar.sync 1, 256;" ::: "memory"); }
-};
-struct AttendBarrier {
-  __device__ void operator()() const { asm volatile("bar.sync 2, 128;" ::: "memory"); }
-};
-static_assert(kThreads == 256 && kDecodeThreads == 128);
-
-struct StepArguments {
-  DecodeStepLayer layers[kMaxStepLayers];
-  __nv_bfloat16 *logits, *qkv, *o, *branch, *act;
-  const __nv_bfloat16 *token_table, *head;
-  const float* norm;
-  const int32_t* ids;
-  unsigned long long* arrived;
-  PagedArguments attention;  // without the layers' pointers
-  int items_x, items_y;      // of attention
-  int N, C, F, V, L, QKV, HD;
-  float eps;
-  int slots, window;
-  int stream_at, x_at, slots_at;  // in shared memory, bytes
-  long long* stamps;
-  unsigned* report;
-};
 
 // One matrix product, and this block's share of it: rows [begin, end). With `swiglu` row f of the result is made from
 // rows f and f + O of w.
@@ -148,7 +120,7 @@ class Step {
       for (int kind = 0; kind < kOperations; ++kind) {
         const Product p = product(a_, l, kind);
         if (kind == kAttention) {
-          attend(a_.layers[l]);
+          attend<kChunks>(a_, l, grid_, operation_, scratch_);
         } else {
           if (kind == kO || kind == kDown) {
             take(kind == kO ? a_.o : a_.act, p.I);
@@ -179,15 +151,6 @@ class Step {
     barrier_();
     if (threadIdx.x == 0) grid_.arrive();
   }
-  __device__ void wait() {
-    if (threadIdx.x == 0) grid_.wait();
-    barrier_();
-  }
-  __device__ void stamp(int which, long long value) {
-    if (a_.stamps != nullptr && blockIdx.x == 0 && threadIdx.x == 0)
-      a_.stamps[operation_ * kStepStamps + which] = value;
-  }
-
   // Rows of the token table are the first residual stream.
   __device__ void embed() {
     for (int n = 0; n < a_.N; ++n) {
@@ -202,15 +165,15 @@ class Step {
   __device__ void normalize(const float* weights, bool with_branch) {
     const DecodeNormArguments norm{stream_, stream_, with_branch ? a_.branch : nullptr, weights, a_.eps};
     const NormWeights first(norm, a_.C);
-    if (with_branch) wait();
-    stamp(0, clock64());
+    if (with_branch) wait_for_blocks(grid_);
+    stamp(a_, operation_, 0, clock64());
     normalize_rows(x_, row_stride(a_.C), norm, first, 0, a_.N, a_.C, true, barrier_);
-    stamp(1, clock64());
+    stamp(a_, operation_, 1, clock64());
   }
   // x_ = rows of other blocks.
   __device__ void take(const __nv_bfloat16* from, int I) {
-    wait();
-    stamp(0, clock64());
+    wait_for_blocks(grid_);
+    stamp(a_, operation_, 0, clock64());
     for (int n = 0; n < a_.N; ++n) {
 #pragma unroll 2
       for (int i = 8 * static_cast<int>(threadIdx.x); i < I; i += 8 * kThreads) {
@@ -219,7 +182,7 @@ class Step {
       }
     }
     barrier_();
-    stamp(1, clock64());
+    stamp(a_, operation_, 1, clock64());
   }
 
   __device__ float& sum(int warp, int n, int row) {
@@ -234,12 +197,14 @@ class Step {
 
   // y (N, O) = x_ w^T + bias, this block's rows of w.
   __device__ void multiply(const Product& p, __nv_bfloat16* y, const float* bias) {
-    const int I = p.I, stride = row_stride(I);
+    const int I = p.I;
+    const __nv_bfloat16* const x = x_ + r_ * row_stride(I) + warp_ * 128 + 8 * c_;
+    SlotReader reader = reader_;
     int tiles = 0, from = p.begin;  // whose sums wait
     for (int first = p.begin; first < p.end; first += p.outputs_of_tile()) {
       const bool lower = p.lower(first) > 0;
       float acc[4] = {};
-      for (int k0 = 0; k0 < I; k0 += kSlotColumns) add_part(acc, k0, I, stride, lower);
+      for (int k0 = 0; k0 < I; k0 += kSlotColumns) add_part(acc, reader, x + k0, I - k0, lower);
       keep(acc, tiles++);
       if (tiles == kTilesTogether || first + p.outputs_of_tile() >= p.end) {
         barrier_();
@@ -249,35 +214,30 @@ class Step {
         from = first + p.outputs_of_tile();
       }
     }
-    stamp(2, clock64());
-    stamp(3, starved_);
+    reader_ = reader;
+    stamp(a_, operation_, 2, clock64());
+    stamp(a_, operation_, 3, starved_);
     starved_ = 0;
   }
-  __device__ const char* take_slot(int ahead) {
-    const long long before = clock64();
-    const char* const slot = reader_.wait(ahead);
-    starved_ += clock64() - before;
-    return slot;
-  }
-  // Columns from k0 on of a tile: this warp's 128 of them.
-  __device__ void add_part(float (&acc)[4], int k0, int I, int stride, bool lower) {
+  // Columns from k0 on of a tile: this warp's 128 of them. x: row r of x_, from this lane's column on.
+  __device__ void add_part(float (&acc)[4], SlotReader& reader, const __nv_bfloat16* x, int columns, bool lower) {
     const uint4 zero = make_uint4(0, 0, 0, 0);
     const int column = warp_ * 128 + 8 * c_;
-    const char* const at = take_slot(0) + r_ * kSlotPitch + 2 * column;
-    const char* const at_lower = lower ? take_slot(1) + r_ * kSlotPitch + 2 * column : nullptr;
-    uint4 w[4], w_lower[4], x[4];
+    const char* const at = reader.wait(0, starved_) + r_ * kSlotPitch + 2 * column;
+    const char* const at_lower = lower ? reader.wait(1, starved_) + r_ * kSlotPitch + 2 * column : at;
+    const bool token = r_ < a_.N;
+    uint4 w[4], w_lower[4], b[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int k = k0 + column + 32 * i;
-      const bool exists = k < I;
+      const bool exists = column + 32 * i < columns;
       w[i] = exists ? *reinterpret_cast<const uint4*>(at + 64 * i) : zero;
       w_lower[i] = exists && lower ? *reinterpret_cast<const uint4*>(at_lower + 64 * i) : zero;
-      x[i] = exists && r_ < a_.N ? *reinterpret_cast<const uint4*>(x_ + r_ * stride + k) : zero;
+      b[i] = exists && token ? *reinterpret_cast<const uint4*>(x + 32 * i) : zero;
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) mma_32(acc, w[i], w_lower[i], x[i]);
-    reader_.release();
-    if (lower) reader_.release();
+    for (int i = 0; i < 4; ++i) mma_32(acc, w[i], w_lower[i], b[i]);
+    reader.release();
+    if (lower) reader.release();
   }
   // A tile's sums to where the other threads find them. acc: rows r and r + 8, tokens 2c and 2c + 1.
   __device__ void keep(const float (&acc)[4], int tile) {
@@ -302,109 +262,6 @@ class Step {
       }
       y[static_cast<int64_t>(n) * p.O + o] = __float2bfloat16_rn(value);
     }
-  }
-
-  // Keys and values of 16 positions, zeros where there are none or at `skip`.
-  struct Tile {
-    uint4 k[2][2 * kChunks], v[4][kChunks];
-    __device__ static int64_t row(const PagedArguments& a, const DecodeItem& item, int tile, int skip) {
-      const int position = tile + static_cast<int>(threadIdx.x) % kTile;
-      return position < item.end && position != skip ? row_of(a, item, position) : -1;
-    }
-    __device__ void load_keys(const PagedArguments& a, int64_t row) {
-      const int lane = static_cast<int>(threadIdx.x) % 32, r = lane / 4, c = lane % 4;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int64_t from = __shfl_sync(~0u, row, r + 8 * i);
-#pragma unroll
-        for (int j = 0; j < 2 * kChunks; ++j) k[i][j] = piece(a.k_cache, from, 32 * j + 8 * c, a.D);
-      }
-    }
-    __device__ void load_values(const PagedArguments& a, int64_t row) {
-      const int lane = static_cast<int>(threadIdx.x) % 32, r = lane / 4, c = lane % 4;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int64_t from = __shfl_sync(~0u, row, 2 * c + i % 2 + 8 * (i / 2));
-#pragma unroll
-        for (int j = 0; j < kChunks; ++j) v[i][j] = piece(a.v_cache, from, 64 * j + 8 * r, a.D);
-      }
-    }
-    __device__ static uint4 piece(const void* cache, int64_t row, int d, int D) {
-      if (row < 0 || d >= D) return make_uint4(0, 0, 0, 0);
-      return __ldcg(reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(cache) + row + d));
-    }
-    // Brings the tile nearer: as far as the second-level cache.
-    __device__ static void fetch(const PagedArguments& a, int64_t row) {
-      if (row < 0) return;
-      const void* const cache = threadIdx.x % 32 < kTile ? a.k_cache : a.v_cache;
-      for (int d = 0; d < a.D; d += 64) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const __nv_bfloat16*>(cache) + row + d));
-      }
-    }
-  };
-
-  // Attention of the new tokens: items of (sequence, split, heads), four warps of a block an item.
-  __device__ void attend(const DecodeStepLayer& layer) {
-    const int items = a_.items_x * a_.items_y;
-    int i = static_cast<int>(blockIdx.x);
-    if (warp_ >= kDecodeWarps || i >= items) {
-      wait();
-      stamp(0, clock64());
-      stamp(1, clock64());
-      return;
-    }
-    PagedArguments paged = a_.attention;
-    paged.k_cache = layer.k_cache;
-    paged.v_cache = layer.v_cache;
-    paged.rotation.q_norm = layer.q_norm;
-    paged.rotation.k_norm = layer.k_norm;
-    bool waited = false;
-    for (; i < items; i += static_cast<int>(gridDim.x)) waited |= attend_item(paged, i, waited);
-    if (!waited) wait();
-    stamp(2, clock64());
-  }
-  // Whether it has waited for the grid: where the item has any positions.
-  __device__ bool attend_item(const PagedArguments& paged, int i, bool waited) {
-    const AttendBarrier barrier;
-    auto& rows = *reinterpret_cast<RotatedRows<64 * kChunks>*>(scratch_);
-    auto& shared = *reinterpret_cast<DecodeShared<64 * kChunks>*>(scratch_ + sizeof(rows));
-    const DecodeItem item(paged, a_.N, i / a_.items_y, i % a_.items_y);
-    if (item.split >= item.active) return false;
-    const bool writes = writes_new_token(paged, item);
-    const int new_token = writes ? item.length - 1 : -1, first = item.begin + warp_ * kTile;
-    Tile t;
-    int64_t row = Tile::row(paged, item, first, new_token);
-    t.load_keys(paged, row);
-    t.load_values(paged, row);
-    row = Tile::row(paged, item, first + kSplitUnit, new_token);
-    Tile::fetch(paged, row);
-    const RotationOfLane<64 * kChunks> rotation(paged.rotation, item.sequence, paged.D);
-    if (!waited) wait();
-    stamp(0, clock64());
-    rotate_rows(rows, rotation, paged, item, writes, barrier);
-    stamp(1, clock64());
-    uint4 q[2 * kChunks];
-#pragma unroll
-    for (int j = 0; j < 2 * kChunks; ++j) {
-      const int d = 32 * j + 8 * c_;
-      q[j] =
-          r_ < item.num_heads && d < paged.D ? *reinterpret_cast<const uint4*>(rows.q[r_] + d) : make_uint4(0, 0, 0, 0);
-    }
-    AttentionState<kChunks> state;
-    for (int tile = first; tile < item.end; tile += kSplitUnit) {  // the next tile's pieces where this one's were
-      const bool is_new = new_token >= tile && new_token < tile + kTile;
-      if (is_new) insert_new_key<kChunks>(t.k, rows, new_token - tile, paged.D);
-      state.add_keys(t.k, q, tile, item.end, paged.scale_log2);
-      t.load_keys(paged, row);
-      if (is_new) insert_new_value<kChunks>(t.v, rows, new_token - tile, paged.D);
-      state.add_values(t.v);
-      t.load_values(paged, row);
-      row = Tile::row(paged, item, tile + 2 * kSplitUnit, new_token);
-    }
-    state.leave(shared);
-    finish<__nv_bfloat16>(paged, item, shared, barrier);
-    barrier();  // before the next item's rows
-    return true;
   }
 
   const StepArguments& a_;
@@ -432,7 +289,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) decode_step_kernel(const __g
   if (threadIdx.x >= kThreads) {
     request_weights(a, SlotWriter(barriers, slots, a.slots, a.window, a.report));
   } else {
-    Step<kChunks>(a, shared, SlotReader(barriers, slots, a.slots, a.report)).run();
+    Step<kChunks>(a, shared, SlotReader(&barriers, slots, a.slots, a.report)).run();
   }
 }
 

@@ -113,33 +113,39 @@ class SlotWriter {
   uint64_t policy_;
 };
 
-// A consuming warp's end; all lanes call it together.
+// A consuming warp's end; all lanes call it together. A value that is copied while it is in use, so that it stays in
+// registers.
 class SlotReader {
  public:
-  __device__ SlotReader(SlotBarriers& barriers, const char* slots, int count, unsigned* report)
+  __device__ SlotReader(SlotBarriers* barriers, const char* slots, int count, unsigned* report)
       : barriers_(barriers), slots_(slots), count_(count), report_(report) {}
-  // Waits for the slot `ahead` (0 or 1) of the oldest. Row r of it begins at r * kSlotPitch.
-  __device__ const char* wait(int ahead) const {
+  // Waits for the slot `ahead` (0 or 1) of the oldest. Row r of it begins at r * kSlotPitch. `starved` grows by the
+  // clocks that this took when it had not arrived.
+  __device__ const char* wait(int ahead, long long& starved) const {
     SlotCursor at = at_;
     if (ahead != 0) at.next(count_);
-    wait_for_phase(&barriers_.full[at.slot], at.parity, report_, 4);
+    if (!phase_ended(&barriers_->full[at.slot], at.parity)) {
+      const long long before = clock64();
+      wait_for_phase(&barriers_->full[at.slot], at.parity, report_, 4);
+      starved += clock64() - before;
+    }
     return slots_ + at.slot * kSlotBytes;
   }
   // Nobody of the warp reads the oldest slot again.
   __device__ void release() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
-      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barriers_.empty[at_.slot]))
+      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barriers_->empty[at_.slot]))
                    : "memory");
     }
     at_.next(count_);
   }
 
  private:
-  SlotBarriers& barriers_;
-  const char* const slots_;
-  const int count_;
-  unsigned* const report_;
+  SlotBarriers* barriers_;
+  const char* slots_;
+  int count_;
+  unsigned* report_;
   SlotCursor at_;
 };
 
