@@ -174,11 +174,21 @@ class Step {
   __device__ void take(const __nv_bfloat16* from, int I) {
     wait_for_blocks(grid_);
     stamp(a_, operation_, 0, clock64());
+    constexpr int kAtOnce = 8;  // pieces of a thread
+    const int pieces = I / 8;
     for (int n = 0; n < a_.N; ++n) {
-#pragma unroll 2
-      for (int i = 8 * static_cast<int>(threadIdx.x); i < I; i += 8 * kThreads) {
-        *reinterpret_cast<uint4*>(x_ + n * row_stride(I) + i) =
-            __ldcg(reinterpret_cast<const uint4*>(from + static_cast<int64_t>(n) * I + i));
+      const auto* const row = reinterpret_cast<const uint4*>(from + static_cast<int64_t>(n) * I);
+      auto* const to = reinterpret_cast<uint4*>(x_ + n * row_stride(I));
+      for (int first = static_cast<int>(threadIdx.x); first < pieces; first += kAtOnce * kThreads) {
+        uint4 values[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (first + i * kThreads < pieces) values[i] = __ldcg(row + first + i * kThreads);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (first + i * kThreads < pieces) to[first + i * kThreads] = values[i];
+        }
       }
     }
     barrier_();

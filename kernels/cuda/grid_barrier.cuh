@@ -45,7 +45,6 @@ class GridBarrier {
   }
   __device__ void arrive() {
     target_ += gridDim.x;
-    __threadfence();
     asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(arrived_), "l"(1ull) : "memory");
   }
   // For all that have to arrive as often as this block has.
