@@ -192,6 +192,35 @@ TEST_P(ShardedGpuTest, CollectivesAndComputationThatComeLateChangeNoBit) {
 INSTANTIATE_TEST_SUITE_P(Ranks, ShardedGpuTest, testing::Values(2, 4),
                          [](const auto& n) { return std::to_string(n.param) + "_ranks"; });
 
+// Each summand is off by 2^-9 of itself, and so is the sum of what has random signs; the losses by less.
+TEST(ShardedGpuTest, GradientsInBf16OnTheWireStayWithinTheirRounding) {
+  GpuWorld world(2, 4 << 20);
+  world.start_all([](GpuRank& rank) {
+    TrainOptions o = small_model(/*tied=*/false);
+    o.parallel.reduce_order = "fast";
+    const RankResult one = alone(o, rank.backend(), rank.stream());
+    o.parallel.mode = "zero2";
+    o.parallel.gradient_dtype = "bf16";
+    const Result<Mesh> mesh = Mesh::of_run(o.parallel, rank.world_size());
+    const Status entered = rank.enter_groups(1, {}, communicator_groups(*mesh, rank.rank()));
+    ASSERT_TRUE(entered.ok()) << entered.to_string();
+    {
+      const auto communicators = rank.take_communicators();
+      const Result<RankResult> got =
+          train(o, rank.backend(), rank.stream(), rank.rank(), rank.world_size(), bind_communicators(communicators));
+      ASSERT_TRUE(got.ok()) << got.status().to_string();
+      EXPECT_TRUE(got->traffic == got->plan);
+      EXPECT_NE(got->norms[0], one.norms[0]);
+      for (size_t s = 0; s < one.losses.size(); ++s) {
+        EXPECT_NEAR(got->losses[s], one.losses[s], one.losses[s] * 0x1p-8) << "step " << s + 1;
+        EXPECT_NEAR(got->norms[s], one.norms[s], one.norms[s] * 0x1p-7) << "step " << s + 1;
+      }
+    }
+    rank.gate(1);
+  });
+  world.join(std::chrono::seconds(30));
+}
+
 TEST(ShardedGpuTest, OneRankHasTheBitsOfDataParallelInEveryModeAndOrder) {
   GpuWorld world(1, 4 << 20);
   world.start_all([&](GpuRank& rank) {

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <limits>
+#include <mutex>
 #include <random>
 
 #include "tests/parallel/sharding/late_communicator.h"
@@ -68,6 +69,90 @@ TEST(ShardedTrainingTest, BlocksThatKeepTheirWeightsAfterForwardChangeNoBitAndSa
     EXPECT_LT(got.ranks[0].traffic.all_gathers, before) << what;
     before = got.ranks[0].traffic.all_gathers;
   }
+}
+
+// Notes which collectives its owner starts, in their order. Each communicator of a rank has one; they share the notes.
+class NotingCommunicator final : public comm::Communicator {
+ public:
+  using WorkPtr = comm::WorkPtr;
+  using Stream = runtime::Stream;
+  using Note = std::function<void(const char* what, int64_t bytes)>;
+  NotingCommunicator(std::unique_ptr<comm::Communicator> inner, Note note)
+      : inner_(std::move(inner)), note_(std::move(note)) {}
+
+  const comm::Membership& membership() const override { return inner_->membership(); }
+  Result<WorkPtr> all_reduce(float* x, int64_t count, Stream& stream) override {
+    return inner_->all_reduce(x, count, stream);
+  }
+  Result<WorkPtr> all_reduce_fixed(float* out, std::span<float* const> parts, int64_t num_leaves, int64_t count,
+                                   Stream& stream) override {
+    return inner_->all_reduce_fixed(out, parts, num_leaves, count, stream);
+  }
+  Result<WorkPtr> reduce_scatter(float* out, const float* in, int64_t count, Stream& stream) override {
+    note_("reduce", count * 4);
+    return inner_->reduce_scatter(out, in, count, stream);
+  }
+  Result<WorkPtr> all_gather(void* out, const void* in, int64_t size_bytes, Stream& stream) override {
+    note_("gather", size_bytes);
+    return inner_->all_gather(out, in, size_bytes, stream);
+  }
+  Result<WorkPtr> all_to_all(void* out, const void* in, int64_t size_bytes, Stream& stream) override {
+    return inner_->all_to_all(out, in, size_bytes, stream);
+  }
+  Result<WorkPtr> broadcast(void* x, int64_t size_bytes, int root, Stream& stream) override {
+    return inner_->broadcast(x, size_bytes, root, stream);
+  }
+  Result<WorkPtr> fetch(void* x, int64_t size_bytes, int source, bool receive, Stream& stream) override {
+    return inner_->fetch(x, size_bytes, source, receive, stream);
+  }
+  Status barrier(Deadline deadline) override { return inner_->barrier(deadline); }
+  void abort(Status why) override { inner_->abort(std::move(why)); }
+  Status status() const override { return inner_->status(); }
+
+ private:
+  std::unique_ptr<comm::Communicator> inner_;
+  const Note note_;
+};
+
+// E embedding, B block, H head; "|" at the acquire of a unit, "^" where the update begins. Five blocks take two buffers
+// in turn.
+TEST(ShardedTrainingTest, CollectivesStartInTheOrderOfTheSchedule) {
+  TrainOptions o = in_layout(TrainOptions(), {"zero3", 2, 0});
+  o.model = uneven_models()[0];
+  o.model.num_layers = 5;
+  // The three kinds of units differ in size: the head has a norm beside the embedding's numbers.
+  o.model.dim = 48;
+  o.model.ffn_dim = 160;
+  o.model.vocab_size = kUnitBlocks * runtime::kUnitAlignment / 48;
+  o.steps = 2;
+  const runtime::ParamTable table = runtime::ParamTable::build(o.model);
+  const UnitShards shards(table.units(), 2, 0);
+  std::mutex mutex;
+  std::string seen;  // by rank 0
+  const auto note = [&](const char* what, int64_t bytes) {
+    const std::lock_guard lock(mutex);
+    for (const auto& [unit, letter] : {std::pair{0, 'E'}, {1, 'B'}, {6, 'H'}}) {
+      if (shards[unit].chunk * 4 != bytes) continue;
+      seen += std::string(" ") + (what == std::string("gather") ? 'g' : 'r') + letter;
+    }
+  };
+  o.hold_up = [&](int rank, Moment moment, runtime::Stream&) {
+    const std::lock_guard lock(mutex);
+    if (rank != 0) return;
+    if (moment == Moment::kAcquire) seen += " |";
+    if (moment == Moment::kBeforeUpdate) seen += " ^";
+  };
+  (void)train_on_threads(o, 2, [&](std::unique_ptr<comm::Communicator> inner) -> std::unique_ptr<comm::Communicator> {
+    if (inner->membership().rank != 0) return inner;
+    return std::make_unique<NotingCommunicator>(std::move(inner), note);
+  });
+  // Forward: a block is gathered while the one before it computes, as soon as its buffer is free. Backward: the block
+  // before is gathered before the gradient of this one leaves; the last two blocks still lie in their buffers.
+  const std::string backward = " rH | rB | gB rB | gB rB | gB rB | rB rE";
+  const std::string first = " | gE gB | gB | gB | gB | gB | gH |" + backward;
+  // The update has sent the embedding and two blocks, each as soon as it was updated.
+  const std::string second = " | | | gB | gB | gB | gH |" + backward;
+  EXPECT_EQ(seen, first + " ^ gE gB gB" + second + " ^ gE gB gB");
 }
 
 // Micro-steps that are added up whole and reduced once add the same numbers in another order than those reduced one by
