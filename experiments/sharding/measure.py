@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Every parallel mode at every world size: memory by kind, tokens/s, traffic and overlap, beside PyTorch over gloo.
 
-    measure.py [--python PYTHON_WITH_TORCH] [--build build/cpu-release] [--out outputs/sharding] [--worlds 1 2 4 8]
-               [--rounds 2] [--steps 8] [--budget 280]
+    measure.py [--python PYTHON_WITH_TORCH] [--build build/cpu-release] [--out outputs/sharding] [--worlds 1 2 3 4 6 8]
+               [--rounds 2] [--steps 8] [--budget 400]
 
-Runs sharding_bench (see its head for what it measures) for ddp, zero1, zero2, zero3 and hybrid zero3 at each world size, with and
-without overlap at the largest. There ddp, zero3, PyTorch's DistributedDataParallel and its FSDP2 take turns, --rounds times, and the
+Runs sharding_bench (see its head for what it measures) for ddp, zero1, zero2, zero3 and hybrid zero3 at each world size, each with and
+without overlap of communication and computation. At the largest ddp, zero3, PyTorch's DistributedDataParallel and its FSDP2 take turns, --rounds times, and the
 medians of the rounds are compared, so that whatever else the machine does falls on all of them. Writes results.json, table.md and
 plots (speed.svg, memory.svg, traffic.svg). --budget: seconds after which no further run starts; what was left out is said.
 """
@@ -45,16 +45,14 @@ class Runner:
         self.left_out.append(what)
         return True
 
-    def ours(self, name, ranks, steps=None):
+    def ours(self, name, ranks, steps=None, flags=()):
         mode, _, shard = name.partition(" ")
         path = self.out / "run.json"
         command = [pathlib.Path(self.args.build) / "bin/sharding_bench", "--mode", mode, "--ranks", str(ranks), "--json", path,
                    "--steps", str(steps or self.args.steps)]
         if shard.startswith("hybrid"):
             command += ["--shard", str(ranks // 2)]
-        if shard == "no overlap":
-            command.append("--no_overlap")
-        return read_json(command, path)
+        return read_json(command + list(flags), path)
 
     def peer(self, fsdp, ranks):
         path = self.out / "peer.json"
@@ -85,12 +83,15 @@ def head_to_head(runner, ranks):
 
 
 def table(runs, speeds, ranks):
-    lines = [f"| mode | ranks | tokens/s | step ms | in communication ms | {' | '.join(k + ' MB' for k in KINDS[:4])} | sent a step and rank MB |",
-             "|---|---|---|---|---|" + "---|" * 5]
+    lines = [f"| mode | ranks | tokens/s | step ms | in communication ms | update ms | without overlap: step ms | in communication ms "
+             f"| {' | '.join(k + ' MB' for k in KINDS[:4])} | sent a step and rank MB |", "|---|---|---|---|---|---|---|---|" + "---|" * 5]
     for r in runs:
         sent = sum(v for k, v in r["traffic"].items() if k.endswith("_bytes"))
         memory = " | ".join(f"{r['memory_bytes'][k] / 1e6:.2f}" for k in KINDS[:4])
-        lines.append(f"| {r['name']} | {r['ranks']} | {r['tokens_per_second']:,.0f} | {r['step_ms']:.1f} | {r['communication_ms']:.1f} | {memory} | {sent / 1e6:.2f} |")
+        plain = r.get("without_overlap")
+        without = f"{plain['step_ms']:.1f} | {plain['communication_ms']:.1f}" if plain else "- | -"
+        lines.append(f"| {r['name']} | {r['ranks']} | {r['tokens_per_second']:,.0f} | {r['step_ms']:.1f} | {r['communication_ms']:.1f} | {r['update_ms']:.1f} "
+                     f"| {without} | {memory} | {sent / 1e6:.2f} |")
     lines += ["", f"{ranks} ranks, in turns:", "", "| | tokens/s, median | of all rounds |", "|---|---|---|"]
     medians = {name: statistics.median(values) for name, values in speeds.items() if values}
     for name, median in medians.items():
@@ -106,7 +107,7 @@ def table(runs, speeds, ranks):
 
 def draw(runner, runs):
     worlds = sorted({r["ranks"] for r in runs})
-    names = list(dict.fromkeys(r["name"] for r in runs if r["overlap"]))
+    names = list(dict.fromkeys(r["name"] for r in runs))
     at = {(r["name"], r["ranks"]): r for r in runs}
     series = {n: [at[n, w]["tokens_per_second"] if (n, w) in at else None for w in worlds] for n in names}
     plots.grouped_bars(runner.out / "speed.svg", "Tokens a second", [f"{w} ranks" for w in worlds], series, "tokens/s")
@@ -124,11 +125,11 @@ def main():
     parser.add_argument("--python", help="a Python with torch; without it there are no peers")
     parser.add_argument("--build", default="build/cpu-release")
     parser.add_argument("--out", default="outputs/sharding")
-    parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 3, 4, 6, 8])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--peer-steps", type=int, default=5)
-    parser.add_argument("--budget", type=float, default=280)
+    parser.add_argument("--budget", type=float, default=400)
     args = parser.parse_args()
     runner = Runner(args)
     largest = max(args.worlds)
@@ -138,10 +139,13 @@ def main():
     runs = []
     for ranks in sorted(args.worlds, reverse=True):
         names = ["ddp", "zero1", "zero2", "zero3"] + (["zero3 hybrid"] if ranks >= 4 else [])
-        names += ["ddp no overlap", "zero3 no overlap"] if ranks == largest and ranks > 1 else []
         for name in names:
-            if not runner.late(f"{name} at {ranks} ranks"):
-                runs.append({"name": name, **runner.ours(name, ranks, max(3, args.steps // 2))})
+            if runner.late(f"{name} at {ranks} ranks"):
+                continue
+            steps = max(3, args.steps // 2)
+            runs.append({"name": name, **runner.ours(name, ranks, steps)})
+            if ranks > 1 and not runner.late(f"{name} without overlap at {ranks} ranks"):
+                runs[-1]["without_overlap"] = runner.ours(name, ranks, steps, ["--no_overlap"])
     runs.reverse()
     check(runs)
     text = table(runs, speeds, largest)
