@@ -46,10 +46,10 @@ class JobEnded(SystemExit):
 
 
 class Job:
-    def __init__(self, args: argparse.Namespace, name: str, steps: int, sets: list[str]):
+    def __init__(self, args: argparse.Namespace, name: str, steps: int, sets: list[str], ranks: int = 0):
         self.out = pathlib.Path(args.out) / name
         shutil.rmtree(self.out, ignore_errors=True)
-        command = ["mpirun", "-np", str(args.ranks), "--oversubscribe"]
+        command = ["mpirun", "-np", str(ranks or args.ranks), "--oversubscribe"]
         if os.getuid() == 0:
             command.append("--allow-run-as-root")
         command += [str(ROOT / args.build / "bin/train"), str(ROOT / args.config)]
@@ -184,6 +184,8 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--mend", type=float, default=1.5, help="seconds from a kill until the next may come, at most")
     parser.add_argument("--settle", type=float, default=0, help="seconds that the first spares take to be ready")
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--undisturbed-ranks", type=int, default=0,
+                        help="of the run that is left alone; 0: as many. Others need parallelism.reduce_order=fixed")
     parser.add_argument("--steps", type=int, default=0, help="of the job; 0: enough for the kills, by the pace of a short run")
     parser.add_argument("--window", type=float, default=1.0, help="seconds in which a kill falls")
     parser.add_argument("--eager", action="store_true", help="kill whoever has a spare ready; do not wait for all")
@@ -226,16 +228,18 @@ def measure(args: argparse.Namespace) -> dict:
         if text := describe_ranks(k):
             print(text, flush=True)
     disturbed = job.finish()
-    alone = Job(args, "undisturbed", steps, ["recovery.spares=0"])
+    alone = Job(args, "undisturbed", steps, ["recovery.spares=0"], args.undisturbed_ranks)
     undisturbed = alone.finish()
-    pace = pace_of(alone)
+    comparable = args.undisturbed_ranks in (0, args.ranks)
+    pace = pace_of(alone if comparable else job)
 
     begun = [k["begun_ms"] for k in kills]
     committed = [k["committed_ms"] for k in kills]
-    lost_ms = (job.seconds - alone.seconds) * 1e3 / len(kills)
+    lost_ms = (job.seconds - alone.seconds) * 1e3 / len(kills) if comparable else None
     result = {
         "kills": len(kills),
         "ranks": args.ranks,
+        "undisturbed_ranks": args.undisturbed_ranks or args.ranks,
         "seed": args.seed,
         "step_ms": pace * 1e3,
         "begun_ms": {"median": statistics.median(begun), "p95": percentile(begun, 95), "max": max(begun)},
@@ -255,7 +259,9 @@ def measure(args: argparse.Namespace) -> dict:
           f"p95 {result['begun_ms']['p95']:.1f} ms, max {result['begun_ms']['max']:.1f} ms")
     print(f"t0 -> first committed step everywhere:    median {result['committed_ms']['median']:.1f} ms, "
           f"p95 {result['committed_ms']['p95']:.1f} ms (an undisturbed step takes {pace * 1e3:.0f} ms)")
-    print(f"time lost against the undisturbed run: {lost_ms:.0f} ms a kill; committed steps lost: {result['steps_lost']}")
+    if lost_ms is not None:
+        print(f"time lost against the undisturbed run: {lost_ms:.0f} ms a kill")
+    print(f"committed steps lost: {result['steps_lost']}")
     print(f"median phases: " + ", ".join(f"{n[:-3]} {v:.1f}" for n, v in result["phases_median_ms"].items()))
     print("the states are equal, bit for bit" if result["digests_equal"] else "THE STATES DIFFER", flush=True)
     return result

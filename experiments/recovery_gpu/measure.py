@@ -6,7 +6,8 @@
 The job is the 124M shape of experiments/train_speed (12 layers, C 768, V 50304; T 1024, global batch 64, bf16, fp32 master
 weights and moments, training.deterministic), one rank a GPU, or all ranks on the GPUs there are. For each number of ranks:
 communicators alone first (nccl_probe, the same number of ranks), then the job with a spare an agent, then, with
---without-spare, a few kills with none. Each job's steps are run once more undisturbed, and the two state_sha256 are compared.
+--without-spare, a few kills with none. Each job's steps are run once more undisturbed, and the two state_sha256 are compared;
+--undisturbed-ranks 1 runs them on one rank, ten times as fast, which takes --set parallelism.reduce_order=fixed.
 This process, not the job, sends each SIGKILL; experiments/recovery/kill_bench.py says what is measured.
 """
 
@@ -36,7 +37,8 @@ def probe(build: str, ranks: int, kills: int, seed: int, out: pathlib.Path) -> d
 def kill_job(args: argparse.Namespace, ranks: int, kills: int, spares: int) -> dict:
     command = ["--ranks", str(ranks), "--kills", str(kills), "--spares", str(spares), "--config", CONFIG, "--build", args.build,
                "--seed", str(args.seed), "--window", str(args.window), "--pace-steps", str(args.pace_steps), "--mend", str(args.mend),
-               "--settle", str(args.settle), "--steps", str(args.steps), *(["--eager"] if args.eager else []),
+               "--settle", str(args.settle), "--steps", str(args.steps),
+               "--undisturbed-ranks", str(args.undisturbed_ranks), *(["--eager"] if args.eager else []),
                "--out", str(pathlib.Path(args.out) / f"{ranks}_ranks_{spares}_spares")]
     for s in ["device=cuda", *args.set]:
         command += ["--set", s]
@@ -67,6 +69,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--without-spare", type=int, default=3, help="kills of a job that keeps no spares; 0: none")
     parser.add_argument("--probe-kills", type=int, default=10, help="0: no probe")
+    parser.add_argument("--undisturbed-ranks", type=int, default=0, help="of the runs that are left alone; 0: as many as are killed")
     parser.add_argument("--steps", type=int, default=0, help="of a job; 0: enough for its kills")
     parser.add_argument("--eager", action="store_true", help="do not wait until every rank's spare is ready again")
     parser.add_argument("--window", type=float, default=1.0, help="seconds in which a kill falls")
