@@ -18,9 +18,11 @@ struct AttentionShape {
   bool deterministic = true;                       // false: the backward pass may sum in an order that varies
   // Several documents packed in a sequence: (B, T), for each token the position in its sequence at which its document
   // begins, in memory that the kernels read. A token attends to its own document only. Null: a sequence is one
-  // document. Of the fast implementations only the device's has loops for it, without tensor cores; others take the
-  // reference's.
+  // document.
   const int32_t* document_starts = nullptr;
+  // With documents: what write_document_mask() made of their starts. Null where document_mask_bytes() is 0; elsewhere
+  // null takes slower kernels.
+  const void* document_mask = nullptr;
 };
 
 struct AttentionKernels {
@@ -36,6 +38,10 @@ struct AttentionKernels {
                           StreamHandle stream);
   // Answers without a device, too: a plan of memory is printed before there is one.
   int64_t (*backward_workspace_bytes)(const AttentionShape& shape, DType dtype);
+  // What the library's kernels read in place of document_starts: on the device a number for every pair of tokens, 2 B T
+  // T bytes, which all layers' calls on one batch share. 0: nothing. document_mask_bytes() answers without a device.
+  int64_t (*document_mask_bytes)(const AttentionShape& shape, DType dtype);
+  KernelError (*write_document_mask)(void* mask, const AttentionShape& shape, DType dtype, StreamHandle stream);
   // Builds what calls of exactly this shape need the first time, so that none of them does: on the device about 0.1 s a
   // shape, whose calls can then be recorded into a graph; nothing elsewhere. Blocks.
   KernelError (*prepare)(const AttentionShape& shape, DType dtype, bool with_backward);

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "comm/nccl/nccl_environment.h"
+#include "launch/token_arrays.h"
 #include "parallel/data_parallel.h"
 #include "parallel/fully_sharded.h"
 #include "parallel/state_memory.h"
@@ -103,7 +104,7 @@ MemoryPlan plan_memory(const RunConfig& config, int world_size, const runtime::B
   if (memory.compute_copy_bytes > 0 && whole) plan.items.push_back({read_by_kernels, memory.compute_copy_bytes, mine});
 
   const StepTokens tokens = step_tokens(config, world_size);
-  const int64_t batch_bytes = 2 * tokens.step * int64_t{sizeof(int32_t)};
+  const int64_t batch_bytes = TokenArrays::bytes(tokens.step, config.separates_documents());
   if (whole) {
     const int64_t activations =
         runtime::Transformer::activation_bytes(config.model, config.transformer_options(tokens.micro_step),

@@ -241,7 +241,8 @@ runtime::TransformerOptions RunConfig::transformer_options(int64_t max_tokens) c
           .training = true,
           .one_length = true,
           .recompute = runtime::parse_recompute(training.recompute).value(),
-          .deterministic = training.deterministic};
+          .deterministic = training.deterministic,
+          .documents = separates_documents()};
 }
 
 std::string RunConfig::to_toml() const {

@@ -101,6 +101,7 @@ struct RunConfig {
   Status resolve_device();
   bool on_cuda() const { return device == "cuda"; }
   // For calls of at most `max_tokens` tokens. validate() holds.
+  bool separates_documents() const { return !data.document_separator.empty(); }
   runtime::TransformerOptions transformer_options(int64_t max_tokens) const;
   kernels::DType dtype() const { return training.dtype == "bf16" ? kernels::DType::kBF16 : kernels::DType::kF32; }
 

@@ -186,8 +186,7 @@ Status TrainerImpl::build() {
     touch_pages(heap.data(), heap.used_bytes());
     // A rank without samples in a step still takes part in validation.
     const int64_t share = std::max(layout_.share(), layout_.micro_batch);
-    inputs_.assign(share * training.seq_len, 0);
-    targets_.assign(share * training.seq_len, 0);
+    tokens_.assign(TokenArrays::bytes(share * training.seq_len, config_.separates_documents()) / sizeof(int32_t), 0);
     losses_.assign(layout_.num_busy_micro_steps, {});
   } else {
     KTG_RETURN_IF_ERROR(build_device());
@@ -201,7 +200,8 @@ Status TrainerImpl::build() {
     }
   }
   if (environment_.warm_up) {
-    KTG_RETURN_IF_ERROR(warm_up(*model_, *backend_, layout_.micro_batch, training.seq_len, *stream_));
+    KTG_RETURN_IF_ERROR(
+        warm_up(*model_, *backend_, layout_.micro_batch, training.seq_len, config_.separates_documents(), *stream_));
   }
   return stream_->synchronize(collective_deadline());
 }
@@ -260,16 +260,19 @@ Status TrainerImpl::fetch(int64_t step) {
   environment_.link->begun(step);
   fault_step_ = step;
   KTG_RETURN_IF_ERROR(faults_.at(FaultPoint::kData, step));
-  read_batch(state().cursor, inputs_.data(), targets_.data());
+  read_batch(state().cursor, step_tokens(tokens_.data()));
   return ok_status();
 }
 
-void TrainerImpl::read_batch(int64_t first_sample, int32_t* inputs, int32_t* targets) const {
+TokenArrays TrainerImpl::step_tokens(int32_t* memory) const {
+  return {memory, layout_.share() * config_.training.seq_len, config_.separates_documents()};
+}
+
+void TrainerImpl::read_batch(int64_t first_sample, const TokenArrays& tokens) const {
   const int64_t B = layout_.micro_batch, T = config_.training.seq_len;
   for (int64_t m = 0; m < layout_.num_busy_micro_steps; ++m) {
     for (int64_t b = 0; b < B; ++b) {
-      const int64_t at = (m * B + b) * T;
-      train_data_->sample(first_sample + layout_.first_sample_of(m) + b, inputs + at, targets + at);
+      tokens.read(m * B + b, *train_data_, first_sample + layout_.first_sample_of(m) + b, T);
     }
   }
 }
@@ -278,6 +281,7 @@ void TrainerImpl::read_batch(int64_t first_sample, int32_t* inputs, int32_t* tar
 Status TrainerImpl::forward_backward(int64_t step) {
   const trace::ScopedSpan span(&timeline_, "forward and backward", step);
   const int64_t B = layout_.micro_batch, T = config_.training.seq_len;
+  const TokenArrays tokens = step_tokens(tokens_.data());
   parallel_->begin_step(layout_);
   for (int64_t i = 0; i < layout_.num_micro_steps; ++i) {
     parallel_->begin_micro_step(i);
@@ -285,8 +289,7 @@ Status TrainerImpl::forward_backward(int64_t step) {
       KTG_RETURN_IF_ERROR(parallel_->idle_micro_step(*stream_));
       continue;
     }
-    const runtime::MicroBatch batch{.inputs = &inputs_[i * B * T], .targets = &targets_[i * B * T], .B = B, .T = T};
-    KTG_RETURN_IF_ERROR(model_->forward_backward(batch, *parallel_, &losses_[i], *stream_));
+    KTG_RETURN_IF_ERROR(model_->forward_backward(tokens.batch(i * B, B, T), *parallel_, &losses_[i], *stream_));
   }
   return ok_status();
 }

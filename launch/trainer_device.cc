@@ -23,7 +23,7 @@ constexpr auto kCheckEvery = std::chrono::milliseconds(1);  // for faults, and s
 
 Status TrainerImpl::build_device() {
   DeviceStep& d = *device_;
-  const int64_t bytes = 2 * layout_.share() * config_.training.seq_len * 4;
+  const int64_t bytes = TokenArrays::bytes(layout_.share() * config_.training.seq_len, config_.separates_documents());
   KTG_ASSIGN_OR_RETURN(d.tokens, backend_->allocate(bytes, "batch"));
   for (runtime::Buffer& staged : d.staged) {
     KTG_ASSIGN_OR_RETURN(staged, backend_->allocate_host(bytes, "staged batch"));
@@ -69,9 +69,8 @@ Status TrainerImpl::stage(int64_t step) {
   DeviceStep& d = *device_;
   const int64_t first = state().cursor + (step - state().step - 1) * layout_.global_batch;
   if (d.staged_sample[step % 2] == first) return ok_status();
-  auto* inputs = d.staged[step % 2].as<int32_t>();
   d.staged_sample[step % 2] = -1;
-  read_batch(first, inputs, inputs + layout_.share() * config_.training.seq_len);
+  read_batch(first, step_tokens(d.staged[step % 2].as<int32_t>()));
   d.staged_sample[step % 2] = first;
   return ok_status();
 }
@@ -97,16 +96,15 @@ Status TrainerImpl::queue_step(int64_t step) {
 
 Status TrainerImpl::queue_model() {
   const int64_t B = layout_.micro_batch, T = config_.training.seq_len;
-  const auto* inputs = device_->tokens.as<int32_t>();
-  const int32_t* targets = inputs + layout_.share() * T;
+  const TokenArrays tokens = step_tokens(device_->tokens.as<int32_t>());
   for (int64_t i = 0; i < layout_.num_micro_steps; ++i) {
     parallel_->begin_micro_step(i);
     if (i >= layout_.num_busy_micro_steps) {
       KTG_RETURN_IF_ERROR(parallel_->idle_micro_step(*stream_));
       continue;
     }
-    const runtime::MicroBatch batch{.inputs = inputs + i * B * T, .targets = targets + i * B * T, .B = B, .T = T};
-    KTG_RETURN_IF_ERROR(model_->forward_backward(batch, *parallel_, parallel_->device_vote().losses(i), *stream_));
+    KTG_RETURN_IF_ERROR(
+        model_->forward_backward(tokens.batch(i * B, B, T), *parallel_, parallel_->device_vote().losses(i), *stream_));
   }
   return ok_status();
 }

@@ -165,10 +165,15 @@ Status TrainerImpl::take_snapshot(bool save) {
 
 Result<runtime::LossSums> TrainerImpl::batch_loss(runtime::UnitAccess& weights, int64_t first, int64_t count) {
   const int64_t T = config_.training.seq_len;
+  const auto tokens_in = [&](int32_t* memory) { return TokenArrays(memory, count * T, config_.separates_documents()); };
+  const auto read = [&](const TokenArrays& tokens) {
+    for (int64_t i = 0; i < count; ++i) tokens.read(i, *validation_data_, first + i, T);
+  };
   if (!device_) {
-    for (int64_t i = 0; i < count; ++i) validation_data_->sample(first + i, &inputs_[i * T], &targets_[i * T]);
+    const TokenArrays tokens = tokens_in(tokens_.data());
+    read(tokens);
     runtime::LossSums sums;
-    KTG_RETURN_IF_ERROR(model_->forward_loss({inputs_.data(), targets_.data(), count, T}, weights, &sums, *stream_));
+    KTG_RETURN_IF_ERROR(model_->forward_loss(tokens.batch(0, count, T), weights, &sums, *stream_));
     return sums;
   }
   // By way of the buffers of the step after next: the next one's batch may be staged already.
@@ -176,13 +181,12 @@ Result<runtime::LossSums> TrainerImpl::batch_loss(runtime::UnitAccess& weights, 
   const int64_t slot = state().step % 2;
   auto* inputs = d.staged[slot].as<int32_t>();
   d.staged_sample[slot] = -1;
-  for (int64_t i = 0; i < count; ++i) {
-    validation_data_->sample(first + i, inputs + i * T, inputs + (count + i) * T);
-  }
-  KTG_RETURN_IF_ERROR(backend_->copy(d.tokens.data(), inputs, 2 * count * T * 4, *stream_));
-  const auto* ids = d.tokens.as<int32_t>();
+  read(tokens_in(inputs));
+  const int64_t bytes = TokenArrays::bytes(count * T, config_.separates_documents());
+  KTG_RETURN_IF_ERROR(backend_->copy(d.tokens.data(), inputs, bytes, *stream_));
   auto* sums = d.sums.as<runtime::LossSums>();
-  KTG_RETURN_IF_ERROR(model_->forward_loss({ids, ids + count * T, count, T}, weights, sums, *stream_));
+  const TokenArrays tokens = tokens_in(d.tokens.as<int32_t>());
+  KTG_RETURN_IF_ERROR(model_->forward_loss(tokens.batch(0, count, T), weights, sums, *stream_));
   KTG_RETURN_IF_ERROR(stream_->synchronize(collective_deadline()));
   return *sums;
 }

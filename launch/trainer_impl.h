@@ -13,6 +13,7 @@
 #include "launch/memory_plan.h"
 #include "launch/step_report.h"
 #include "launch/step_tracer.h"
+#include "launch/token_arrays.h"
 #include "launch/trainer.h"
 #include "parallel/communicator_groups.h"
 #include "parallel/data_parallel.h"
@@ -35,7 +36,7 @@ struct DeviceStep {
     bool save;
   };
 
-  // Ids of the rank's share of a step, inputs then targets. A step's are staged while its predecessor runs.
+  // TokenArrays of the rank's share of a step. A step's are staged while its predecessor runs.
   runtime::Buffer tokens, staged[2];
   int64_t staged_sample[2] = {-1, -1};
 
@@ -71,7 +72,8 @@ class TrainerImpl final : public Trainer {
   Result<VoteOutcome> step(int64_t step);
   Status fetch(int64_t step);
   // This rank's share of the step whose first sample is given, micro-step by micro-step.
-  void read_batch(int64_t first_sample, int32_t* inputs, int32_t* targets) const;
+  TokenArrays step_tokens(int32_t* memory) const;
+  void read_batch(int64_t first_sample, const TokenArrays& tokens) const;
   Status forward_backward(int64_t step);
   Status finish_reduce(int64_t step);
   Result<VoteOutcome> vote(int64_t step);
@@ -172,7 +174,7 @@ class TrainerImpl final : public Trainer {
   std::unique_ptr<DeviceStep> device_;  // null on the CPU
   std::unique_ptr<runtime::TokenDataset> train_data_, validation_data_;
   std::vector<void*> snapshot_slots_;
-  std::vector<int32_t> inputs_, targets_;  // this rank's share of a step
+  std::vector<int32_t> tokens_;            // on the CPU: this rank's share of a step
   std::vector<runtime::LossSums> losses_;  // by micro-step
 
   // Of the generation.

@@ -23,7 +23,8 @@ class ScratchAccess final : public runtime::UnitAccess {
 
 }  // namespace
 
-Status warm_up(runtime::Transformer& model, runtime::Backend& backend, int64_t B, int64_t T, runtime::Stream& stream) {
+Status warm_up(runtime::Transformer& model, runtime::Backend& backend, int64_t B, int64_t T, bool documents,
+               runtime::Stream& stream) {
   int64_t longest = 0;
   for (const runtime::UnitInfo& unit : model.params().units()) longest = std::max(longest, unit.length);
   const int64_t bytes = longest * static_cast<int64_t>(sizeof(float));
@@ -37,8 +38,11 @@ Status warm_up(runtime::Transformer& model, runtime::Backend& backend, int64_t B
   KTG_ASSIGN_OR_RETURN(const runtime::Buffer sums, backend.allocate(sizeof(runtime::LossSums), "warm-up sums"));
   KTG_RETURN_IF_ERROR(backend.zero(tokens.data(), token_bytes, stream));
   const auto* ids = tokens.as<int32_t>();
-  KTG_RETURN_IF_ERROR(model.forward_backward({.inputs = ids, .targets = ids, .B = B, .T = T}, access,
-                                             sums.as<runtime::LossSums>(), stream));
+  // One document a sequence, from 0 on, with position 0 for all: zeros serve as these arrays, too.
+  const int32_t* const marks = documents ? ids : nullptr;
+  KTG_RETURN_IF_ERROR(model.forward_backward(
+      {.inputs = ids, .targets = ids, .B = B, .T = T, .document_starts = marks, .positions = marks}, access,
+      sums.as<runtime::LossSums>(), stream));
   return stream.synchronize(Deadline::after(std::chrono::minutes(2)));
 }
 

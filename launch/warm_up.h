@@ -7,7 +7,9 @@
 
 namespace kintsugi::launch {
 
-// Takes memory for twice the largest unit and gives it back. The weights are zero: only shapes matter.
-Status warm_up(runtime::Transformer& model, runtime::Backend& backend, int64_t B, int64_t T, runtime::Stream& stream);
+// Takes memory for twice the largest unit and gives it back. The weights are zero: only shapes matter. documents: the
+// run's batches say where documents begin.
+Status warm_up(runtime::Transformer& model, runtime::Backend& backend, int64_t B, int64_t T, bool documents,
+               runtime::Stream& stream);
 
 }  // namespace kintsugi::launch

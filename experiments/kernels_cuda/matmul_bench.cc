@@ -111,6 +111,47 @@ void add_attention(std::vector<Case>& cases, const ModelShape& m, bool plain) {
   }
 }
 
+// Packed documents: the library's kernels with their mask, whose time does not depend on where the borders are, and
+// what it takes to write the mask, once a batch.
+void add_documents(std::vector<Case>& cases, const ModelShape& m) {
+  const double operations = 2.0 * static_cast<double>(m.B * m.H * m.T) * static_cast<double>(m.T * m.D);
+  const std::string shape = std::string(m.name) + ", " + std::to_string(m.B) + " x " + std::to_string(m.T);
+  const auto mask_bytes = kernels::cuda::attention().document_mask_bytes(attention_shape(m, true), DType::kBF16);
+  const auto masked = [=](Pool& pool, bool deterministic) {
+    AttentionShape s = attention_shape(m, deterministic);
+    s.document_starts = pool.take<int32_t>(m.B * m.T * 4);
+    s.document_mask = pool.take(mask_bytes);
+    return s;
+  };
+  cases.push_back({"document mask", shape, static_cast<double>(mask_bytes), 0, [=](Pool& pool) -> Launch {
+                     const AttentionShape s = masked(pool, true);
+                     return [=](cudaStream_t stream) {
+                       return kernels::cuda::attention().write_document_mask(const_cast<void*>(s.document_mask), s,
+                                                                             DType::kBF16, stream);
+                     };
+                   }});
+  cases.push_back({"attention documents forward", shape, 0, operations, [=](Pool& pool) -> Launch {
+                     const AttentionShape s = masked(pool, true);
+                     const AttentionBuffers b(pool, s);
+                     return [=](cudaStream_t stream) {
+                       return kernels::cuda::attention().forward(b.o, b.lse, b.qkv, b.qkv + b.k_at, b.qkv + b.v_at, s,
+                                                                 DType::kBF16, stream);
+                     };
+                   }});
+  for (const bool deterministic : {true, false}) {
+    cases.push_back({std::string("attention documents backward") + (deterministic ? " repeatable" : ""), shape, 0,
+                     2.5 * operations, [=](Pool& pool) -> Launch {
+                       const AttentionShape s = masked(pool, deterministic);
+                       const AttentionBuffers b(pool, s);
+                       return [=](cudaStream_t stream) {
+                         return kernels::cuda::attention().backward(b.d_qkv, b.d_qkv + b.k_at, b.d_qkv + b.v_at, b.d_o,
+                                                                    b.o, b.lse, b.qkv, b.qkv + b.k_at, b.qkv + b.v_at,
+                                                                    s, b.workspace, DType::kBF16, stream);
+                       };
+                     }});
+  }
+}
+
 struct EpilogueCase {
   const char* what;
   GemmProblem problem;
@@ -181,6 +222,7 @@ nlohmann::json bench_epilogues(Pool& pool, cudaStream_t stream) {
 std::vector<Case> attention_cases() {
   std::vector<Case> cases;
   for (const ModelShape& m : kModels) add_attention(cases, m, false);
+  for (const ModelShape& m : kModels) add_documents(cases, m);
   add_attention(cases, kModels[0], true);
   return cases;
 }

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "kernels/cuda/attention_cudnn.h"
+#include "kernels/cuda/attention_documents.h"
 #include "kernels/cuda/attention_plain.h"
 #include "kernels/cuda/device_error.h"
 
@@ -25,8 +26,8 @@ bool aligned(std::initializer_list<const void*> pointers) {
                      [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; });
 }
 bool cudnn_may_serve(const AttentionShape& s, DType dtype) {
-  return s.document_starts == nullptr && dtype == DType::kBF16 && s.D % 8 == 0 && s.q_stride % 8 == 0 &&
-         s.k_stride % 8 == 0 && s.v_stride % 8 == 0 && s.o_stride % 8 == 0;
+  return (s.document_starts == nullptr || s.document_mask != nullptr) && dtype == DType::kBF16 && s.D % 8 == 0 &&
+         s.q_stride % 8 == 0 && s.k_stride % 8 == 0 && s.v_stride % 8 == 0 && s.o_stride % 8 == 0;
 }
 
 KernelError forward(void* o, float* lse, const void* q, const void* k, const void* v, const AttentionShape& shape,
@@ -57,6 +58,18 @@ int64_t backward_workspace_bytes(const AttentionShape& shape, DType dtype) {
   return std::max(plain_attention_workspace_bytes(shape), cudnn);
 }
 
+int64_t document_mask_bytes(const AttentionShape& shape, DType dtype) {
+  AttentionShape one = shape;
+  one.document_starts = nullptr;
+  return cudnn_may_serve(one, dtype) ? cudnn_document_mask_bytes(shape) : 0;
+}
+
+KernelError write_document_mask(void* mask, const AttentionShape& shape, DType dtype, StreamHandle stream) {
+  if (!valid(shape) || shape.document_starts == nullptr) return cudaErrorInvalidValue;
+  if (shape.B == 0 || shape.T == 0 || document_mask_bytes(shape, dtype) == 0) return kKernelOk;
+  return fill_document_mask(mask, shape.document_starts, shape.B, shape.T, document_mask_stride(shape.T), stream);
+}
+
 KernelError prepare(const AttentionShape& shape, DType dtype, bool with_backward) {
   if (!valid(shape)) return cudaErrorInvalidValue;
   if (shape.B == 0 || shape.T == 0 || !cudnn_may_serve(shape, dtype)) return kKernelOk;
@@ -71,7 +84,7 @@ KernelError prepare(const AttentionShape& shape, DType dtype, bool with_backward
 
 std::string library_text(const AttentionShape& shape, DType dtype) {
   if (dtype != DType::kBF16) return "plain (cuDNN serves bf16 only)";
-  if (shape.document_starts != nullptr) return "plain (several documents in a sequence)";
+  if (shape.document_starts != nullptr && shape.document_mask == nullptr) return "plain (documents without a mask)";
   if (!cudnn_may_serve(shape, dtype)) return "plain (cuDNN wants head sizes and strides that are multiples of 8)";
   std::string text = cudnn_version();
   for (const auto& [pass, name] : {std::pair{AttentionPass::kForwardWithLse, "forward"},
@@ -93,7 +106,8 @@ const char* library(const AttentionShape& shape, DType dtype) {
 }  // namespace
 
 const AttentionKernels& attention() {
-  static constexpr AttentionKernels kTable{forward, backward, backward_workspace_bytes, prepare, library};
+  static constexpr AttentionKernels kTable{
+      forward, backward, backward_workspace_bytes, document_mask_bytes, write_document_mask, prepare, library};
   return kTable;
 }
 

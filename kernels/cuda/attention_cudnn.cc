@@ -10,6 +10,7 @@
 #include <mutex>
 #include <tuple>
 
+#include "kernels/cuda/attention_documents.h"
 #include "kernels/cuda/gemm_kernels.h"
 #include "kernels/cuda/gemm_tuning.h"
 #include "kernels/cuda/library_handles.h"
@@ -24,19 +25,31 @@ using fe::graph::SDPA_backward_attributes;
 using fe::graph::Tensor_attributes;
 
 // Names of a graph's tensors. Execution takes pointers in this order, those that the graph has.
-enum Uid : int64_t { kQ = 1, kK, kV, kO, kLse, kGradO, kGradQ, kGradK, kGradV };
+enum Uid : int64_t { kQ = 1, kK, kV, kO, kLse, kGradO, kGradQ, kGradK, kGradV, kMask };
 
 // AttentionShape with an order, and nothing that the pass does not depend on.
 using Key = std::tuple<AttentionPass, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                       float, bool>;
+                       float, bool, bool>;
 Key key_of(const AttentionShape& s, AttentionPass pass) {
   const bool deterministic = pass == AttentionPass::kBackward && s.deterministic;
-  return {pass, s.B, s.T, s.H, s.K, s.D, s.q_stride, s.k_stride, s.v_stride, s.o_stride, s.scale, deterministic};
+  return {pass,
+          s.B,
+          s.T,
+          s.H,
+          s.K,
+          s.D,
+          s.q_stride,
+          s.k_stride,
+          s.v_stride,
+          s.o_stride,
+          s.scale,
+          deterministic,
+          s.document_mask != nullptr};
 }
 
 AttentionProblem problem_of(const Key& key) {
   using enum AttentionProblem::Pass;
-  const auto& [pass, B, T, H, K, D, q_stride, k_stride, v_stride, o_stride, scale, deterministic] = key;
+  const auto& [pass, B, T, H, K, D, q_stride, k_stride, v_stride, o_stride, scale, deterministic, masked] = key;
   return {pass != AttentionPass::kBackward ? kForward
           : deterministic                  ? kBackwardRepeatable
                                            : kBackward,
@@ -86,16 +99,28 @@ void describe_lse(Tensor_attributes& t, const AttentionShape& s) {
   t.set_uid(kLse).set_dim({s.B, s.H, s.T, 1}).set_stride({s.H * s.T, s.T, 1, 1}).set_data_type(fe::DataType_t::FLOAT);
 }
 
+// Added to the scaled scores of all heads; null: nothing is.
+std::shared_ptr<Tensor_attributes> mask_tensor(Graph& graph, const AttentionShape& s) {
+  if (s.document_mask == nullptr) return nullptr;
+  const int64_t stride = document_mask_stride(s.T);
+  return graph.tensor(Tensor_attributes()
+                          .set_name("documents")
+                          .set_uid(kMask)
+                          .set_dim({s.B, 1, s.T, s.T})
+                          .set_stride({s.T * stride, s.T * stride, stride, 1}));
+}
+
 void add_forward(Graph& graph, const AttentionShape& s, bool with_lse) {
   const auto q = tensor(graph, "q", kQ, s, s.H, s.q_stride), k = tensor(graph, "k", kK, s, s.K, s.k_stride),
              v = tensor(graph, "v", kV, s, s.K, s.v_stride);
-  const auto [o, lse] = graph.sdpa(q, k, v,
-                                   SDPA_attributes()
-                                       .set_name("attention")
-                                       .set_generate_stats(with_lse)
-                                       .set_attn_scale(s.scale)
-                                       .set_diagonal_alignment(fe::DiagonalAlignment_t::TOP_LEFT)
-                                       .set_diagonal_band_right_bound(0));
+  SDPA_attributes attributes;
+  attributes.set_name("attention")
+      .set_generate_stats(with_lse)
+      .set_attn_scale(s.scale)
+      .set_diagonal_alignment(fe::DiagonalAlignment_t::TOP_LEFT)
+      .set_diagonal_band_right_bound(0);
+  if (const auto mask = mask_tensor(graph, s)) attributes.set_bias(mask);
+  const auto [o, lse] = graph.sdpa(q, k, v, attributes);
   describe_output(*o, kO, s, s.H, s.o_stride);
   if (!with_lse) return;
   describe_lse(*lse, s);
@@ -110,28 +135,25 @@ void add_backward(Graph& graph, const AttentionShape& s) {
   lse_attributes.set_name("lse");
   describe_lse(lse_attributes, s);
   const auto lse = graph.tensor(lse_attributes);
-  const auto [dq, dk, dv] = graph.sdpa_backward(q, k, v, o, d_o, lse,
-                                                SDPA_backward_attributes()
-                                                    .set_name("attention_backward")
-                                                    .set_attn_scale(s.scale)
-                                                    .set_diagonal_alignment(fe::DiagonalAlignment_t::TOP_LEFT)
-                                                    .set_diagonal_band_right_bound(0)
-                                                    .set_deterministic_algorithm(s.deterministic));
+  SDPA_backward_attributes attributes;
+  attributes.set_name("attention_backward")
+      .set_attn_scale(s.scale)
+      .set_diagonal_alignment(fe::DiagonalAlignment_t::TOP_LEFT)
+      .set_diagonal_band_right_bound(0)
+      .set_deterministic_algorithm(s.deterministic);
+  if (const auto mask = mask_tensor(graph, s)) attributes.set_bias(mask);
+  const auto [dq, dk, dv] = graph.sdpa_backward(q, k, v, o, d_o, lse, attributes);
   describe_output(*dq, kGradQ, s, s.H, s.q_stride);
   describe_output(*dk, kGradK, s, s.K, s.k_stride);
   describe_output(*dv, kGradV, s, s.K, s.v_stride);
 }
 
-std::vector<int64_t> expected_uids(AttentionPass pass) {
-  switch (pass) {
-    case AttentionPass::kForward:
-      return {kQ, kK, kV, kO};
-    case AttentionPass::kForwardWithLse:
-      return {kQ, kK, kV, kO, kLse};
-    case AttentionPass::kBackward:
-      return {kQ, kK, kV, kO, kLse, kGradO, kGradQ, kGradK, kGradV};
-  }
-  return {};
+std::vector<int64_t> expected_uids(const AttentionShape& s, AttentionPass pass) {
+  std::vector<int64_t> uids = {kQ, kK, kV, kO};
+  if (pass != AttentionPass::kForward) uids.push_back(kLse);
+  if (pass == AttentionPass::kBackward) uids.insert(uids.end(), {kGradO, kGradQ, kGradK, kGradV});
+  if (s.document_mask != nullptr) uids.push_back(kMask);
+  return uids;
 }
 
 std::unique_ptr<Graph> describe_graph(const AttentionShape& s, AttentionPass pass) {
@@ -186,7 +208,7 @@ std::string build_graph(Plan& plan, const AttentionShape& s, AttentionPass pass,
   plan.workspace_bytes = bytes;
   if (bytes > limit)
     return "cuDNN wants " + std::to_string(bytes) + " bytes of workspace, planned " + std::to_string(limit);
-  if (graph->get_variant_pack_uids_sorted() != expected_uids(pass))
+  if (graph->get_variant_pack_uids_sorted() != expected_uids(s, pass))
     return "cuDNN's graph has other tensors than expected";
   plan.graph = std::move(graph);
   return "";
@@ -219,7 +241,8 @@ KernelError plan_of(Plan** plan, const AttentionShape& s, AttentionPass pass) {
   }
   if (const KernelError error = make_handle(c); error != kKernelOk) return error;
   Plan built;
-  const TunedAttention* chosen = c.chosen.find(problem_of(key_of(s, pass)));
+  // Plans were timed without a mask.
+  const TunedAttention* chosen = s.document_mask != nullptr ? nullptr : c.chosen.find(problem_of(key_of(s, pass)));
   try {
     built.why_not = build_graph(built, s, pass, chosen == nullptr ? "" : chosen->plan, c.handle);
   } catch (const std::exception& e) {
@@ -301,9 +324,10 @@ KernelError run(const AttentionShape& s, AttentionPass pass, std::initializer_li
     set_cudnn_error_text(cudnnGetErrorString(status));
     return kCudnnErrors + static_cast<KernelError>(status);
   }
-  void* pointers[9];
+  void* pointers[10];
   int count = 0;
   for (const void* p : operands) pointers[count++] = const_cast<void*>(p);
+  if (s.document_mask != nullptr) pointers[count++] = const_cast<void*>(s.document_mask);
   try {
     fe::error_t error = plan->graph->execute(c.handle, pointers, count, workspace);
     if (error.is_good()) return kKernelOk;
@@ -451,6 +475,8 @@ int64_t cudnn_attention_workspace_bound(const AttentionShape& s) {
   constexpr int64_t kSlack = 1 << 20;
   return row_sums + heads + dq + 8 * s.B + kSlack;
 }
+
+int64_t cudnn_document_mask_bytes(const AttentionShape& s) { return 2 * s.B * s.T * document_mask_stride(s.T); }
 
 const char* cudnn_version() {
   static const std::string kVersion = [] {

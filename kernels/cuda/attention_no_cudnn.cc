@@ -27,6 +27,7 @@ KernelError cudnn_attention_backward(void*, void*, void*, const void*, const voi
   return kNotSupported;
 }
 int64_t cudnn_attention_workspace_bound(const AttentionShape&) { return 0; }
+int64_t cudnn_document_mask_bytes(const AttentionShape&) { return 0; }
 const char* cudnn_version() { return ""; }
 
 }  // namespace kintsugi::kernels::cuda

@@ -24,6 +24,10 @@ KernelError backward(void* dq, void* dk, void* dv, const void* d_o, const void* 
 
 int64_t backward_workspace_bytes(const AttentionShape&, DType) { return 0; }
 
+int64_t document_mask_bytes(const AttentionShape&, DType) { return 0; }
+
+KernelError write_document_mask(void*, const AttentionShape&, DType, StreamHandle) { return kKernelOk; }
+
 KernelError prepare(const AttentionShape&, DType, bool) { return kKernelOk; }
 
 const char* library(const AttentionShape&, DType) { return "reference"; }
@@ -31,7 +35,8 @@ const char* library(const AttentionShape&, DType) { return "reference"; }
 }  // namespace
 
 const AttentionKernels& attention() {
-  static constexpr AttentionKernels kTable{forward, backward, backward_workspace_bytes, prepare, library};
+  static constexpr AttentionKernels kTable{
+      forward, backward, backward_workspace_bytes, document_mask_bytes, write_document_mask, prepare, library};
   return kTable;
 }
 

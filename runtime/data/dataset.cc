@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <charconv>
 #include <filesystem>
 
 #include "runtime/base/file_system.h"
@@ -24,13 +25,14 @@ struct OpenedPath {
 class MappedDataset final : public TokenDataset {
  public:
   MappedDataset(std::vector<TokenFile> files, int64_t T, uint64_t seed, bool shuffle, int64_t vocab_size,
-                std::string tokenizer)
+                std::string tokenizer, int32_t separator)
       : files_(std::move(files)),
         T_(T),
         seed_(seed),
         shuffle_(shuffle),
         vocab_size_(vocab_size),
-        tokenizer_(std::move(tokenizer)) {
+        tokenizer_(std::move(tokenizer)),
+        separator_(separator) {
     for (const TokenFile& file : files_) ends_.push_back(num_tokens() + file.num_tokens());
   }
 
@@ -38,6 +40,7 @@ class MappedDataset final : public TokenDataset {
   int64_t num_samples() const override { return (num_tokens() - 1) / T_; }
   int64_t vocab_size() const override { return vocab_size_; }
   const std::string& tokenizer() const override { return tokenizer_; }
+  int32_t document_separator() const override { return separator_; }
 
   void sample(int64_t index, int32_t* inputs, int32_t* targets) const override {
     KTG_CHECK(index >= 0) << "sample " << index;
@@ -72,7 +75,29 @@ class MappedDataset final : public TokenDataset {
   bool shuffle_;
   int64_t vocab_size_;
   std::string tokenizer_;
+  int32_t separator_;
 };
+
+// limit: every id is below it.
+Result<int32_t> separator_id(const std::string& name, const std::string& tokenizer_text, int64_t limit) {
+  constexpr const char* kKey = "data.document_separator";
+  if (name.empty()) return -1;
+  int64_t id = 0;
+  const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), id);
+  if (error == std::errc() && end == name.data() + name.size()) {
+    if (id >= 0 && id < limit) return static_cast<int32_t>(id);
+    return invalid_argument(fmt::format("{} = \"{}\": the vocabulary has ids 0 to {}", kKey, name, limit - 1));
+  }
+  if (tokenizer_text.empty()) {
+    return invalid_argument(
+        fmt::format("{} = \"{}\": the data name no tokenizer to look it up in; give the token's id", kKey, name));
+  }
+  KTG_ASSIGN_OR_RETURN(const std::unique_ptr<Tokenizer> tokenizer, create_tokenizer(tokenizer_text));
+  const int32_t found = tokenizer->token_id(name);
+  if (found >= 0) return found;
+  return invalid_argument(fmt::format("{} = \"{}\": the {} has no such token; give one of its tokens, or an id", kKey,
+                                      name, tokenizer_text == "bytes" ? "byte tokenizer" : "data's tokenizer"));
+}
 
 Result<std::string> format_of(const std::string& path, const std::string& configured) {
   if (configured != "auto") return configured;
@@ -166,6 +191,10 @@ void describe(ConfigTable& table, DataConfig& config) {
             "auto: folders are shards, .bin files are llm.c's or uint16 ids, anything else is text",
             {"auto", "text", "shards", "llmc", "uint16", "uint32"});
   table.add("data.tokenizer", &config.tokenizer, "for text: bytes, or the path of a Hugging Face tokenizer.json");
+  table.add(
+      "data.document_separator", &config.document_separator,
+      "the token that ends a document, as <|endoftext|> or by its id: attention stays inside documents, positions "
+      "begin anew in each; empty: a sample is one document");
   table.add("data.shuffle", &config.shuffle, "read the training samples in a seeded order, another each epoch");
 }
 
@@ -203,8 +232,18 @@ Result<std::unique_ptr<TokenDataset>> open_dataset(const std::vector<std::string
     return invalid_argument(fmt::format("{}{}: {} tokens; one sample of {} inputs and their targets needs {}",
                                         paths.front(), paths.size() > 1 ? " and the rest" : "", num_tokens, T, T + 1));
   }
-  return std::unique_ptr<TokenDataset>(std::make_unique<MappedDataset>(std::move(files), T, seed, config.shuffle,
-                                                                       stream_vocab, std::move(stream_tokenizer)));
+  KTG_ASSIGN_OR_RETURN(const int32_t separator, separator_id(config.document_separator, stream_tokenizer, limit));
+  return std::unique_ptr<TokenDataset>(std::make_unique<MappedDataset>(
+      std::move(files), T, seed, config.shuffle, stream_vocab, std::move(stream_tokenizer), separator));
+}
+
+void mark_documents(const int32_t* inputs, int64_t T, int32_t separator, int32_t* starts, int32_t* positions) {
+  int64_t start = 0;
+  for (int64_t t = 0; t < T; ++t) {
+    starts[t] = static_cast<int32_t>(start);
+    positions[t] = static_cast<int32_t>(t - start);
+    if (inputs[t] == separator) start = t + 1;
+  }
 }
 
 }  // namespace kintsugi::runtime

@@ -114,11 +114,32 @@ Status TransformerImpl::use_positions(int64_t T, Stream& stream) {
   return ok_status();
 }
 
+Result<TransformerImpl::Pass> TransformerImpl::begin_pass(const MicroBatch& batch, bool for_backward, Stream& stream) {
+  KTG_RETURN_IF_ERROR(check_batch(batch.B, batch.T));
+  if (batch.document_starts == nullptr) {
+    KTG_RETURN_IF_ERROR(use_positions(batch.T, stream));
+  } else if (!options_.documents || batch.positions == nullptr) {
+    return invalid_argument(
+        "a batch of several documents a sequence: the model was planned for one, or positions lack");
+  }
+  const Pass pass{.ids = batch.inputs,
+                  .positions = batch.document_starts == nullptr ? a_.positions : batch.positions,
+                  .B = batch.B,
+                  .T = batch.T,
+                  .for_backward = for_backward,
+                  .document_starts = batch.document_starts};
+  if (batch.document_starts != nullptr && a_.document_mask != nullptr) {
+    KTG_RETURN_IF_ERROR(
+        stream.launched(k_.attention->write_document_mask(a_.document_mask, attention_shape_of(pass, pass.T),
+                                                          options_.dtype, stream.handle()),
+                        "document_mask"));
+  }
+  return pass;
+}
+
 Status TransformerImpl::forward_backward(const MicroBatch& batch, UnitAccess& access, LossSums* sums, Stream& stream) {
   KTG_CHECK(options_.training) << "forward_backward of a model planned for inference";
-  KTG_RETURN_IF_ERROR(check_batch(batch.B, batch.T));
-  KTG_RETURN_IF_ERROR(use_positions(batch.T, stream));
-  const Pass pass{.ids = batch.inputs, .positions = a_.positions, .B = batch.B, .T = batch.T, .for_backward = true};
+  KTG_ASSIGN_OR_RETURN(const Pass pass, begin_pass(batch, /*for_backward=*/true, stream));
   KTG_RETURN_IF_ERROR(run_blocks(pass, access, stream));
 
   UnitAccess::Gradients table{nullptr, false};  // unit 0's, asked for early by a tied head
@@ -145,9 +166,7 @@ Status TransformerImpl::forward_backward(const MicroBatch& batch, UnitAccess& ac
 }
 
 Status TransformerImpl::forward_loss(const MicroBatch& batch, UnitAccess& access, LossSums* sums, Stream& stream) {
-  KTG_RETURN_IF_ERROR(check_batch(batch.B, batch.T));
-  KTG_RETURN_IF_ERROR(use_positions(batch.T, stream));
-  const Pass pass{.ids = batch.inputs, .positions = a_.positions, .B = batch.B, .T = batch.T, .for_backward = false};
+  KTG_ASSIGN_OR_RETURN(const Pass pass, begin_pass(batch, /*for_backward=*/false, stream));
   KTG_RETURN_IF_ERROR(run_blocks(pass, access, stream));
   const Status done = with_unit(head_unit(), access, stream, [&](const UnitWeights& w) -> Status {
     KTG_RETURN_IF_ERROR(final_norm(pass, w, stream));

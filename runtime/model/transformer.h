@@ -70,11 +70,15 @@ class FlatUnitAccess final : public UnitAccess {
   bool accumulate_ = false;
 };
 
-// Both arrays lie in memory that the backend's kernels read.
+// All arrays lie in memory that the backend's kernels read.
 struct MicroBatch {
   const int32_t* inputs;   // (B, T) ids in [0, V)
   const int32_t* targets;  // (B, T) ids, or kIgnoredTarget
   int64_t B, T;
+  // Several documents in a sequence (TransformerOptions::documents): (B, T) each, as mark_documents() of
+  // runtime/data/dataset.h gives them. Null: a sequence is one document, token t's position is t.
+  const int32_t* document_starts = nullptr;
+  const int32_t* positions = nullptr;
 };
 
 using kernels::LossSums;
@@ -121,6 +125,7 @@ struct TransformerOptions {
   Recompute recompute = Recompute::kNone;
   bool deterministic = true;       // false: attention's backward may sum in an order that varies
   bool one_launch_decode = false;  // a decode step of few sequences is one launch, where the kernels have it
+  bool documents = false;          // batches may hold several documents a sequence
 };
 
 // The linear layers of a forward and backward over N tokens, each kind once.

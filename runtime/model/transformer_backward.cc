@@ -141,7 +141,7 @@ Status TransformerImpl::attention_backward(const Pass& pass, const UnitWeights& 
   const DType dtype = options_.dtype;
   const kernels::StreamHandle s = stream.handle();
   KTG_RETURN_IF_ERROR(linear_backward(a_.d_o, a_.d_stream, a.o, {at.o_w, at.o_b, H() * D(), C()}, w, g, N, stream));
-  const kernels::AttentionShape shape = attention_shape(config_, options_, pass.B, pass.T);
+  const kernels::AttentionShape shape = attention_shape_of(pass, pass.T);
   KTG_CHECK(k_.attention->backward_workspace_bytes(shape, dtype) <= a_.workspace_bytes)
       << pass.B << " x " << pass.T << " tokens";
   KTG_RETURN_IF_ERROR(stream.launched(

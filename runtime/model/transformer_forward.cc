@@ -103,6 +103,13 @@ Status TransformerImpl::attention_forward(const Pass& pass, int64_t l, const Uni
       "o.forward");
 }
 
+kernels::AttentionShape TransformerImpl::attention_shape_of(const Pass& pass, int64_t rows) const {
+  kernels::AttentionShape shape = attention_shape(config_, options_, pass.B, rows);
+  shape.document_starts = pass.document_starts;
+  if (pass.document_starts != nullptr) shape.document_mask = a_.document_mask;
+  return shape;
+}
+
 int64_t TransformerImpl::attention_rows(const Pass& pass) const {
   const bool prompt = !options_.training && pass.B == 1 && backend_.asynchronous() && options_.dtype == DType::kBF16;
   return prompt ? std::min(prompt_attention_rows(pass.T), options_.max_tokens) : pass.T;
@@ -120,10 +127,10 @@ Status TransformerImpl::clear_behind_prompt(const Pass& pass, LayerActivations& 
 Status TransformerImpl::whole_attention(const Pass& pass, LayerActivations& a, Stream& stream) {
   const void* keys = offset(a.qkv, H() * D());
   const void* values = offset(a.qkv_raw, (H() + K()) * D());
-  return stream.launched(k_.attention->forward(a.o, pass.for_backward ? a.lse : nullptr, a.qkv, keys, values,
-                                               attention_shape(config_, options_, pass.B, attention_rows(pass)),
-                                               options_.dtype, stream.handle()),
-                         "attention.forward");
+  return stream.launched(
+      k_.attention->forward(a.o, pass.for_backward ? a.lse : nullptr, a.qkv, keys, values,
+                            attention_shape_of(pass, attention_rows(pass)), options_.dtype, stream.handle()),
+      "attention.forward");
 }
 
 Status TransformerImpl::feed_forward(const Pass& pass, const UnitWeights& w, LayerActivations& a, Stream& stream) {

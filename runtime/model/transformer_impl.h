@@ -31,6 +31,7 @@ class TransformerImpl final : public Transformer {
     const int32_t* positions;
     int64_t B, T;
     bool for_backward;  // keep every layer's activations
+    const int32_t* document_starts = nullptr;
     KvSink* sink = nullptr;
     const PagedCacheView* cache = nullptr;
     int64_t N() const { return B * T; }
@@ -40,6 +41,8 @@ class TransformerImpl final : public Transformer {
   // Raises the flag at `index` when one of n elements is not finite.
   Status look(int64_t index, const void* x, int64_t n, DType dtype, Stream& stream) const;
   Status check_batch(int64_t B, int64_t T) const;
+  // A pass over a batch of training or evaluation.
+  Result<Pass> begin_pass(const MicroBatch& batch, bool for_backward, Stream& stream);
   Status use_positions(int64_t T, Stream& stream);
   LayerActivations& layer(int64_t l, bool for_backward) { return a_.layers[for_backward ? static_cast<size_t>(l) : 0]; }
   char* offset(void* base, int64_t elements) const {
@@ -59,6 +62,7 @@ class TransformerImpl final : public Transformer {
   Status run_blocks(const Pass& pass, UnitAccess& access, Stream& stream);
   Status block_forward(const Pass& pass, int64_t l, const UnitWeights& w, Stream& stream);
   Status attention_forward(const Pass& pass, int64_t l, const UnitWeights& w, LayerActivations& a, Stream& stream);
+  kernels::AttentionShape attention_shape_of(const Pass& pass, int64_t rows) const;
   // The rows of a sequence that attention is called for, its last ones beyond T where the prompt is padded for it.
   int64_t attention_rows(const Pass& pass) const;
   Status clear_behind_prompt(const Pass& pass, LayerActivations& a, Stream& stream);

@@ -22,6 +22,13 @@ int64_t attention_workspace_bytes(const ModelConfig& config, const TransformerOp
   return most;
 }
 
+int64_t document_mask_bytes(const ModelConfig& config, const TransformerOptions& options,
+                            const kernels::KernelTable& kernels) {
+  if (!options.documents) return 0;
+  const int64_t T = options.max_seq_len, B = (options.max_tokens + T - 1) / T;
+  return kernels.attention->document_mask_bytes(attention_shape(config, options, B, T), options.dtype);
+}
+
 int64_t norm_workspace_bytes(const ModelConfig& config, const TransformerOptions& options,
                              const kernels::KernelTable& kernels) {
   const int64_t N = options.max_tokens;
@@ -115,6 +122,8 @@ Activations plan_activations(const ModelConfig& config, const TransformerOptions
   a.logits = take(a.logits_rows * V * element);
   a.losses = floats(N);
   a.positions = static_cast<int32_t*>(take(N * 4));
+  const int64_t mask_bytes = document_mask_bytes(config, options, kernels);
+  a.document_mask = mask_bytes == 0 ? nullptr : take(mask_bytes);
   a.cos_sin = gpt2 ? nullptr : floats(config.max_seq_len * D);
   if (!training) {
     a.decode_workspace_bytes = options.max_decode == 0 ? 0 : decode_workspace_bytes(config, options, kernels);

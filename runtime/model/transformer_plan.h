@@ -38,9 +38,10 @@ struct Activations {
   void* branch;  // (N, C) T: what attention or the feed-forward layer adds to the stream, before it is added
   void* logits;  // (logits_rows, V) T
   int64_t logits_rows;
-  float* losses;       // (N)
-  int32_t* positions;  // (N): n % T of the latest training batch
-  float* cos_sin;      // (max_seq_len, D); RoPE only
+  float* losses;        // (N)
+  int32_t* positions;   // (N): n % T of the latest training batch
+  void* document_mask;  // of the batch (kernels/attention.h); null without TransformerOptions::documents
+  float* cos_sin;       // (max_seq_len, D); RoPE only
   // Without training: for the decode step's attention, zeros before its first use. Null when it needs none.
   void* decode_workspace;
   int64_t decode_workspace_bytes;

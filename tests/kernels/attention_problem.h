@@ -46,4 +46,17 @@ struct Outputs {
   Array o, lse, d_qkv;
 };
 
+// Random borders (AttentionShape::document_starts): documents of one token, and documents that span tiles.
+inline std::vector<int32_t> random_document_starts(int64_t B, int64_t T, std::mt19937& rng) {
+  std::vector<int32_t> starts;
+  for (int64_t b = 0; b < B; ++b) {
+    int32_t start = 0;
+    for (int32_t t = 0; t < T; ++t) {
+      if (rng() % 40 == 0 || (t > 0 && t == start + 1 && rng() % 4 == 0)) start = t;
+      starts.push_back(start);
+    }
+  }
+  return starts;
+}
+
 }  // namespace kintsugi::kernels

@@ -142,44 +142,49 @@ TEST_P(AttentionTest, LaterTokensNeverReachARowEvenAsNaN) {
   for (int64_t t = first_bad; t < sizes.T; ++t) EXPECT_TRUE(std::isnan(poisoned.o.get(t * p.o_width))) << t;
 }
 
-TEST_P(AttentionTest, DocumentsPackedInASequenceAreSequencesOfTheirOwn) {
-  const Sizes sizes{2, 40, 4, 2, 16};
-  const int64_t borders[] = {0, 1, 8, 9, 30, 40};
-  Problem p(sizes, dtype(), rng_);
-  std::vector<int32_t> starts(static_cast<size_t>(sizes.B * sizes.T));
-  for (size_t d = 0; d + 1 < std::size(borders); ++d) {
-    for (int64_t t = borders[d]; t < borders[d + 1]; ++t) {
-      for (int64_t b = 0; b < sizes.B; ++b) {
-        starts[static_cast<size_t>(b * sizes.T + t)] = static_cast<int32_t>(borders[d]);
-      }
-    }
+// One document of a packed problem, by itself: the same kernels' outputs.
+struct Alone {
+  Alone(const Problem& p, int64_t first, int64_t T, const AttentionKernels& kernels)
+      : o(p.qkv.dtype(), T * p.o_width), lse(DType::kF32, p.s.H * T), d_qkv(p.qkv.dtype(), T * p.qkv_width) {
+    const int64_t k = p.s.H * p.s.D, v = k + p.s.K * p.s.D, at = first * p.qkv_width;
+    const DType dtype = p.qkv.dtype();
+    AttentionShape shape = p.shape;
+    shape.B = 1, shape.T = T, shape.document_starts = nullptr;
+    kernels.forward(o.data(), lse.f32(), p.qkv.at(at), p.qkv.at(at + k), p.qkv.at(at + v), shape, dtype, nullptr);
+    kernels.backward(d_qkv.at(0), d_qkv.at(k), d_qkv.at(v), p.d_o.at(first * p.o_width), o.data(), lse.f32(),
+                     p.qkv.at(at), p.qkv.at(at + k), p.qkv.at(at + v), shape, nullptr, dtype, nullptr);
   }
-  p.shape.document_starts = starts.data();
-  Outputs packed(p);
-  forward(packed, *fast().attention, p);
-  backward(packed, *fast().attention, p, packed.o, packed.lse);
-  const int64_t k = sizes.H * sizes.D, v = k + sizes.K * sizes.D, row = (sizes.H + 2 * sizes.K) * sizes.D;
-  for (int64_t b = 0; b < sizes.B; ++b) {
-    for (size_t d = 0; d + 1 < std::size(borders); ++d) {
-      const int64_t first = b * sizes.T + borders[d], T = borders[d + 1] - borders[d];
-      AttentionShape shape = p.shape;
-      shape.B = 1, shape.T = T, shape.document_starts = nullptr;
-      Array o(dtype(), T * p.o_width), lse(DType::kF32, sizes.H * T), d_qkv(dtype(), T * p.qkv_width);
-      const int64_t at = first * p.qkv_width;
-      reference::attention().forward(o.data(), lse.f32(), p.qkv.at(at), p.qkv.at(at + k), p.qkv.at(at + v), shape,
-                                     dtype(), nullptr);
-      reference::attention().backward(d_qkv.at(0), d_qkv.at(k), d_qkv.at(v), p.d_o.at(first * p.o_width), o.data(),
-                                      lse.f32(), p.qkv.at(at), p.qkv.at(at + k), p.qkv.at(at + v), shape, nullptr,
-                                      dtype(), nullptr);
-      for (int64_t t = 0; t < T; ++t) {
-        ASSERT_EQ(std::memcmp(o.at(t * p.o_width), packed.o.at((first + t) * p.o_width),
-                              static_cast<size_t>(k * size_of(dtype()))),
-                  0)
-            << "o, document " << d << " token " << t;
-        ASSERT_EQ(std::memcmp(d_qkv.at(t * p.qkv_width), packed.d_qkv.at((first + t) * p.qkv_width),
-                              static_cast<size_t>(row * size_of(dtype()))),
-                  0)
-            << "d_qkv, document " << d << " token " << t;
+  Array o, lse, d_qkv;
+};
+
+TEST_P(AttentionTest, DocumentsPackedInASequenceHaveTheBitsOfSequencesOfTheirOwn) {
+  for (const Sizes& sizes : {Sizes{2, 40, 4, 2, 16}, {1, 300, 2, 1, 40}, {2, 129, 3, 3, 24}, {1, 1, 1, 1, 8}}) {
+    Problem p(sizes, dtype(), rng_);
+    const std::vector<int32_t> starts = random_document_starts(sizes.B, sizes.T, rng_);
+    p.shape.document_starts = starts.data();
+    const auto bytes = [&](int64_t elements) { return static_cast<size_t>(elements * size_of(dtype())); };
+    for (const AttentionKernels* kernels : {fast().attention, &reference::attention()}) {
+      Outputs packed(p);
+      forward(packed, *kernels, p);
+      backward(packed, *kernels, p, packed.o, packed.lse);
+      const int64_t N = sizes.B * sizes.T, k = sizes.H * sizes.D, row = (sizes.H + 2 * sizes.K) * sizes.D;
+      for (int64_t first = 0, end; first < N; first = end) {
+        const auto start = [&](int64_t n) { return n / sizes.T * sizes.T + starts[static_cast<size_t>(n)]; };
+        for (end = first + 1; end < N && start(end) == start(first);) ++end;
+        const Alone alone(p, first, end - first, *kernels);
+        const std::string where =
+            to_string(sizes) + ", document of tokens " + std::to_string(first) + " to " + std::to_string(end - 1);
+        for (int64_t t = 0; t < end - first; ++t) {
+          ASSERT_EQ(std::memcmp(alone.o.at(t * p.o_width), packed.o.at((first + t) * p.o_width), bytes(k)), 0)
+              << "o, " << where << ", token " << t;
+          ASSERT_EQ(
+              std::memcmp(alone.d_qkv.at(t * p.qkv_width), packed.d_qkv.at((first + t) * p.qkv_width), bytes(row)), 0)
+              << "d_qkv, " << where << ", token " << t;
+          for (int64_t h = 0; h < sizes.H; ++h) {
+            const int64_t b = first / sizes.T, at = (b * sizes.H + h) * sizes.T + first % sizes.T + t;
+            ASSERT_EQ(alone.lse.get(h * (end - first) + t), packed.lse.get(at)) << "lse, " << where << ", token " << t;
+          }
+        }
       }
     }
   }

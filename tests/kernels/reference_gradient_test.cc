@@ -73,10 +73,12 @@ TEST(ReferenceGradientTest, LinearLayersMatchFiniteDifferences) {
   expect_gradient(dbias, bias, loss, "dbias");
 }
 
-TEST(ReferenceGradientTest, AttentionWithGroupedQueriesMatchesFiniteDifferences) {
+// `document_starts`: of 2 sequences of 5 tokens, or null.
+void check_attention(const int32_t* document_starts) {
   std::mt19937 rng(kSeed);
   const int64_t B = 2, T = 5, H = 4, K = 2, D = 3;
-  const AttentionShape s{B, T, H, K, D, H * D, K * D, K * D, H * D, 0.7f};
+  AttentionShape s{B, T, H, K, D, H * D, K * D, K * D, H * D, 0.7f};
+  s.document_starts = document_starts;
   Vector q = random_vector(B * T * H * D, rng), k = random_vector(B * T * K * D, rng),
          v = random_vector(B * T * K * D, rng);
   const Vector d_o = random_vector(B * T * H * D, rng);
@@ -92,6 +94,13 @@ TEST(ReferenceGradientTest, AttentionWithGroupedQueriesMatchesFiniteDifferences)
   expect_gradient(dq, q, loss, "dq");
   expect_gradient(dk, k, loss, "dk");
   expect_gradient(dv, v, loss, "dv");
+}
+
+TEST(ReferenceGradientTest, AttentionWithGroupedQueriesMatchesFiniteDifferences) { check_attention(nullptr); }
+
+TEST(ReferenceGradientTest, AttentionInsideDocumentsMatchesFiniteDifferences) {
+  const int32_t starts[] = {0, 0, 2, 2, 2, 0, 1, 2, 2, 4};
+  check_attention(starts);
 }
 
 TEST(ReferenceGradientTest, RmsNormMatchesFiniteDifferences) {

@@ -63,6 +63,26 @@ TEST_F(TrainerTest, FixedOrderGivesTheSameBitsAtEveryWorldSize) {
   }
 }
 
+TEST_F(TrainerTest, SeparateDocumentsTrainToTheSameBitsAtEveryWorldSize) {
+  RunConfig c = fixed();
+  c.training.eval_every = 3;
+  c.training.eval_samples = 10;
+  for (const char* family : {"llama", "gpt2"}) {
+    c.model.family = family;
+    c.data.document_separator = "";
+    const std::string whole = finished_job(c, 1).sha256();
+    c.data.document_separator = "59";  // the text's semicolons
+    const TrainingJob::Outcome one = finished_job(c, 1);
+    EXPECT_NE(one.sha256(), whole);
+    for (const int N : {2, 3}) {
+      const TrainingJob::Outcome many = finished_job(c, N);
+      EXPECT_EQ(many.column(kLoss), one.column(kLoss)) << N << " ranks";
+      EXPECT_EQ(many.summary["validation_loss"], one.summary["validation_loss"]) << N << " ranks";
+      EXPECT_EQ(many.sha256(), one.sha256()) << N << " ranks";
+    }
+  }
+}
+
 TEST_F(TrainerTest, FixedOrderIsFixedInBf16AndForTiedModelsToo) {
   RunConfig c = fixed();
   c.training.dtype = "bf16";

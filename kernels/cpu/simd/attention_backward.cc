@@ -131,10 +131,10 @@ void prefetch_next(const T* d_o, const T* o, const T* q, const T* k, const T* v,
   prefetch_rows(v + t0 * s.v_stride + next / group * s.D, count, s.D, s.v_stride);
 }
 
-// All of one key/value head: pointers at its sequence's first token.
+// All of one key/value head: pointers at its sequence's first token, lse of head h at lse + h lse_stride.
 template <class T>
-void backward_group(T* dq, T* dk, T* dv, const T* d_o, const T* o, const float* lse, const T* q, const T* k, const T* v,
-                    const AttentionShape& s, int64_t g, const Head& head) {
+void backward_group(T* dq, T* dk, T* dv, const T* d_o, const T* o, const float* lse, int64_t lse_stride, const T* q,
+                    const T* k, const T* v, const AttentionShape& s, int64_t g, const Head& head) {
   pack_rows(head.k, k + g * s.D, s.T, s.D, s.k_stride, 1.0f);
   for (int64_t t0 = 0; t0 < s.T; t0 += kLanes) {
     pack_panel_block(head.k_t, k + g * s.D, t0, s.T, s.D, s.k_stride);
@@ -152,7 +152,7 @@ void backward_group(T* dq, T* dk, T* dv, const T* d_o, const T* o, const float* 
       const int64_t count = min_of(kQueries, s.T - t0);
       prefetch_next(d_o, o, q, k, v, s, h, t0, count);
       prefetch_rows(dq + t0 * s.q_stride + h * s.D, count, s.D, s.q_stride);  // to be written below
-      for (int64_t j0 = 0; j0 < t0 + count; j0 += kKeys) block(head, lse + h * s.T, s.D, t0, count, j0);
+      for (int64_t j0 = 0; j0 < t0 + count; j0 += kKeys) block(head, lse + h * lse_stride, s.D, t0, count, j0);
     }
     unpack_head(dq + h * s.D, head.dq, s.T, s.D, s.q_stride, s.scale);
   }
@@ -164,9 +164,7 @@ void backward_group(T* dq, T* dk, T* dv, const T* d_o, const T* o, const float* 
 
 KernelError attention_backward(void* dq, void* dk, void* dv, const void* d_o, const void* o, const float* lse,
                                const void* q, const void* k, const void* v, const AttentionShape& s, void*, DType dtype,
-                               StreamHandle stream) {
-  if (s.document_starts != nullptr)
-    return reference::attention().backward(dq, dk, dv, d_o, o, lse, q, k, v, s, nullptr, dtype, stream);
+                               StreamHandle) {
   return for_storage(dtype, [&]<class T>(T*) {
     KernelError error = kKernelOk;
     parallel_ranges(s.B * s.K, s.B * s.H * s.T * s.T * s.D / 8, [&](int64_t begin, int64_t end) {
@@ -178,12 +176,15 @@ KernelError attention_backward(void* dq, void* dk, void* dv, const void* d_o, co
       }
       const Head head = carve(memory, s);
       for (int64_t item = begin; item < end; ++item) {
-        const int64_t b = item / s.K, q0 = b * s.T * s.q_stride, k0 = b * s.T * s.k_stride, v0 = b * s.T * s.v_stride,
-                      o0 = b * s.T * s.o_stride;
-        backward_group(static_cast<T*>(dq) + q0, static_cast<T*>(dk) + k0, static_cast<T*>(dv) + v0,
-                       static_cast<const T*>(d_o) + o0, static_cast<const T*>(o) + o0, lse + b * s.H * s.T,
-                       static_cast<const T*>(q) + q0, static_cast<const T*>(k) + k0, static_cast<const T*>(v) + v0, s,
-                       item % s.K, head);
+        const int64_t b = item / s.K;
+        for_documents(s, b, [&](int64_t first, const AttentionShape& document) {
+          const int64_t n = b * s.T + first, q0 = n * s.q_stride, k0 = n * s.k_stride, v0 = n * s.v_stride,
+                        o0 = n * s.o_stride;
+          backward_group(static_cast<T*>(dq) + q0, static_cast<T*>(dk) + k0, static_cast<T*>(dv) + v0,
+                         static_cast<const T*>(d_o) + o0, static_cast<const T*>(o) + o0, lse + b * s.H * s.T + first,
+                         s.T, static_cast<const T*>(q) + q0, static_cast<const T*>(k) + k0,
+                         static_cast<const T*>(v) + v0, document, item % s.K, head);
+        });
       }
     });
     return error;
@@ -193,13 +194,19 @@ KernelError attention_backward(void* dq, void* dk, void* dv, const void* d_o, co
 // Nothing of the caller's: the packed operands lie in each thread's scratch.
 int64_t attention_backward_workspace_bytes(const AttentionShape&, DType) { return 0; }
 
+// Documents are taken one by one.
+int64_t no_document_mask(const AttentionShape&, DType) { return 0; }
+KernelError write_no_document_mask(void*, const AttentionShape&, DType, StreamHandle) { return kKernelOk; }
+
 KernelError nothing_to_prepare(const AttentionShape&, DType, bool) { return kKernelOk; }
 
 const char* attention_library(const AttentionShape&, DType) { return "vectorised for the CPU"; }
 
 const AttentionKernels& attention() {
-  static constexpr AttentionKernels kTable{attention_forward, attention_backward, attention_backward_workspace_bytes,
-                                           nothing_to_prepare, attention_library};
+  static constexpr AttentionKernels kTable{
+      attention_forward, attention_backward,     attention_backward_workspace_bytes,
+      no_document_mask,  write_no_document_mask, nothing_to_prepare,
+      attention_library};
   return kTable;
 }
 

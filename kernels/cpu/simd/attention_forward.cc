@@ -87,8 +87,14 @@ struct Packed {
   int64_t ld;
 };
 
+// The first head's, and the distance to the next one's; null: not wanted.
+struct Lse {
+  float* data;
+  int64_t stride;
+};
+
 template <class T>
-KernelError run_tiles(T* o, float* lse, const T* q, const Packed& packed, const AttentionShape& s, int64_t h,
+KernelError run_tiles(T* o, Lse lse, const T* q, const Packed& packed, const AttentionShape& s, int64_t h,
                       int64_t begin, int64_t end) {
   const int64_t g = h / (s.H / s.K);
   const int64_t floats = 2 * kRows * packed.ld;
@@ -108,14 +114,14 @@ KernelError run_tiles(T* o, float* lse, const T* q, const Packed& packed, const 
       T* out = o + (t0 + r) * s.o_stride + h * s.D;
       for_vectors(
           s.D, [&](int64_t d, auto lanes) { store(out + d, Vec::load(tile.o + r * packed.ld + d) * inverse, lanes); });
-      if (lse != nullptr) lse[h * s.T + t0 + r] = tile.max[r] + __builtin_logf(tile.sum[r]);
+      if (lse.data != nullptr) lse.data[h * lse.stride + t0 + r] = tile.max[r] + __builtin_logf(tile.sum[r]);
     }
   }
   return kKernelOk;
 }
 
 template <class T>
-KernelError forward_sequence(T* o, float* lse, const T* q, const T* k, const T* v, const AttentionShape& s,
+KernelError forward_sequence(T* o, Lse lse, const T* q, const T* k, const T* v, const AttentionShape& s,
                              float* memory) {
   const int64_t ld = round_up(s.D, kLanes), keys_floats = panel_floats(s.T, s.D);
   float* keys = memory;
@@ -149,22 +155,25 @@ KernelError forward_sequence(T* o, float* lse, const T* q, const T* k, const T* 
 }  // namespace
 
 KernelError attention_forward(void* o, float* lse, const void* q, const void* k, const void* v, const AttentionShape& s,
-                              DType dtype, StreamHandle stream) {
-  if (s.document_starts != nullptr) return reference::attention().forward(o, lse, q, k, v, s, dtype, stream);
+                              DType dtype, StreamHandle) {
   const int64_t ld = round_up(s.D, kLanes);
   const int64_t floats = s.K * (panel_floats(s.T, s.D) + s.T * ld);
   float* memory =
       static_cast<float*>(thread_scratch(ScratchSlot::kCaller, floats * static_cast<int64_t>(sizeof(float))));
   if (memory == nullptr) return ENOMEM;
   return for_storage(dtype, [&]<class T>(T*) {
+    KernelError error = kKernelOk;
     for (int64_t b = 0; b < s.B; ++b) {
-      const KernelError error = forward_sequence(
-          static_cast<T*>(o) + b * s.T * s.o_stride, lse != nullptr ? lse + b * s.H * s.T : nullptr,
-          static_cast<const T*>(q) + b * s.T * s.q_stride, static_cast<const T*>(k) + b * s.T * s.k_stride,
-          static_cast<const T*>(v) + b * s.T * s.v_stride, s, memory);
-      if (error != kKernelOk) return error;
+      for_documents(s, b, [&](int64_t first, const AttentionShape& document) {
+        if (error != kKernelOk) return;
+        const int64_t n = b * s.T + first;
+        error = forward_sequence(static_cast<T*>(o) + n * s.o_stride,
+                                 Lse{lse != nullptr ? lse + b * s.H * s.T + first : nullptr, s.T},
+                                 static_cast<const T*>(q) + n * s.q_stride, static_cast<const T*>(k) + n * s.k_stride,
+                                 static_cast<const T*>(v) + n * s.v_stride, document, memory);
+      });
     }
-    return kKernelOk;
+    return error;
   });
 }
 

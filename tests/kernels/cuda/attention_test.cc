@@ -344,43 +344,130 @@ TEST_P(CudaAttentionTest, PlainRowsDoNotDependOnLengthOrBatch) {
   }
 }
 
-// Ascending borders with documents of one token and documents that span tiles.
-std::vector<int32_t> random_document_starts(int64_t B, int64_t T, std::mt19937& rng) {
-  std::vector<int32_t> starts;
-  for (int64_t b = 0; b < B; ++b) {
-    int32_t start = 0;
-    for (int32_t t = 0; t < T; ++t) {
-      if (rng() % 40 == 0 || (t > 0 && t == start && rng() % 4 == 0)) start = t;
-      starts.push_back(start);
-    }
+// Where documents begin, on the device, with the mask that the library reads.
+struct DeviceDocuments {
+  DeviceDocuments(const Problem& p, const std::vector<int32_t>& starts)
+      : starts(starts), mask(std::max<int64_t>(cuda::attention().document_mask_bytes(p.shape, p.qkv.dtype()), 16)) {}
+  void attach(Problem& p, bool masked) const {
+    p.shape.document_starts = starts.as<int32_t>();
+    p.shape.document_mask = masked ? mask.data() : nullptr;
+    if (masked) EXPECT_EQ(write(p), kKernelOk);
   }
-  return starts;
-}
+  KernelError write(const Problem& p, cudaStream_t stream = nullptr) const {
+    return cuda::attention().write_document_mask(mask.data(), p.shape, p.qkv.dtype(), stream);
+  }
+  DeviceMemory starts, mask;
+};
 
 TEST_P(CudaAttentionTest, DocumentsPackedInASequenceMatchTheReference) {
   for (const Sizes& sizes : {Sizes{2, 300, 4, 2, 64}, Sizes{1, 129, 3, 1, 128}, Sizes{1, 200, 2, 2, 80},
-                             Sizes{2, 97, 2, 1, 200}, Sizes{1, 1, 1, 1, 64}}) {
+                             Sizes{3, 256, 2, 2, 96}, Sizes{2, 97, 2, 1, 200}, Sizes{1, 1, 1, 1, 64}}) {
     Problem p = make_problem(sizes, dtype(), rng_);
     const std::vector<int32_t> starts = random_document_starts(sizes.B, sizes.T, rng_);
-    const DeviceMemory device_starts(starts);
+    const DeviceDocuments documents(p, starts);
     p.shape.document_starts = starts.data();
-    Outputs expected(p), actual(p);
+    Outputs expected(p);
     reference_forward(expected, p);
     reference_backward(expected, p);
     clear_gaps(expected, p);
-    p.shape.document_starts = device_starts.as<int32_t>();
-    const DeviceProblem d(p);
-    const std::string what = to_string(sizes) + " documents";
-    ASSERT_EQ(d.forward(false), kKernelOk) << what;
-    download(actual, d);
-    clear_gaps(actual.o, p.o_width, sizes.H * sizes.D);
-    expect_near_forward(actual, expected, p, 1, what);
-    d.set_forward_results(expected);
-    ASSERT_EQ(d.backward(false), kKernelOk) << what;
-    download(actual, d);
-    clear_gaps(actual.d_qkv, p.qkv_width, (sizes.H + 2 * sizes.K) * sizes.D);
-    expect_near_backward(actual, expected, p, 1, what);
+    for (const auto& [masked, deterministic] : {std::pair{false, true}, {true, true}, {true, false}}) {
+      documents.attach(p, masked);
+      p.shape.deterministic = deterministic;
+      const DeviceProblem d(p);
+      const std::string what =
+          to_string(sizes) + " documents" + (masked ? " masked" : " plain") + (deterministic ? " deterministic" : "");
+      Outputs actual(p);
+      KernelError error = d.forward(false);
+      EXPECT_EQ(error, kKernelOk) << text(error) << ", " << what;
+      if (error != kKernelOk) continue;
+      download(actual, d);
+      clear_gaps(actual.o, p.o_width, sizes.H * sizes.D);
+      expect_near_forward(actual, expected, p, 1, what);
+      d.set_forward_results(expected);
+      error = d.backward(false);
+      EXPECT_EQ(error, kKernelOk) << text(error) << ", " << what;
+      if (error != kKernelOk) continue;
+      download(actual, d);
+      clear_gaps(actual.d_qkv, p.qkv_width, (sizes.H + 2 * sizes.K) * sizes.D);
+      expect_near_backward(actual, expected, p, 1, what);
+      if (masked && dtype() == DType::kBF16) {
+        std::cout << what << ": " << cuda::attention().library(p.shape, dtype()) << std::endl;
+      }
+    }
   }
+}
+
+TEST_P(CudaAttentionTest, LibraryAndPlainKernelsAgreeOnDocumentsAtTrainingSizes) {
+  if (dtype() != DType::kBF16 || std::string(cuda::cudnn_version()).empty()) return;
+  for (const Sizes& sizes :
+       {Sizes{2, 1024, 12, 12, 64}, Sizes{1, 2048, 4, 1, 128}, Sizes{1, 1023, 4, 2, 96}, Sizes{2, 515, 6, 2, 80}}) {
+    for (const bool deterministic : {true, false}) {
+      Problem p = make_problem(sizes, dtype(), rng_);
+      const DeviceDocuments documents(p, random_document_starts(sizes.B, sizes.T, rng_));
+      documents.attach(p, true);
+      p.shape.deterministic = deterministic;
+      const DeviceProblem d(p);
+      const std::string what = to_string(sizes) + " documents" + (deterministic ? " deterministic" : "");
+      Outputs plain(p), library(p), again(p);
+      ASSERT_EQ(d.forward(true), kKernelOk);
+      ASSERT_EQ(d.backward(true), kKernelOk);
+      download(plain, d);
+      for (Outputs* out : {&library, &again}) {
+        KernelError error = d.forward(false);
+        EXPECT_EQ(error, kKernelOk) << text(error) << ", " << what;
+        error = d.backward(false);
+        EXPECT_EQ(error, kKernelOk) << text(error) << ", " << what;
+        download(*out, d);
+      }
+      EXPECT_EQ(std::string(cuda::attention().library(p.shape, dtype())), cuda::cudnn_version()) << what;
+      expect_same_bits(again.o, library.o, "o again, " + what);
+      if (deterministic) expect_same_bits(again.d_qkv, library.d_qkv, "d_qkv again, " + what);
+      clear_gaps(plain, p);
+      clear_gaps(library, p);
+      expect_near_forward(library, plain, p, 2, what);
+      expect_near_backward(library, plain, p, 2, what);
+    }
+  }
+}
+
+// One recorded graph serves every batch: borders are read when it runs.
+TEST_P(CudaAttentionTest, ARecordedGraphTakesTheBordersOfEachBatch) {
+  const Sizes sizes{2, 256, 4, 2, 64};
+  Problem p = make_problem(sizes, dtype(), rng_);
+  const std::vector<int32_t> first = random_document_starts(sizes.B, sizes.T, rng_),
+                             second = random_document_starts(sizes.B, sizes.T, rng_);
+  const DeviceDocuments now(p, first), then(p, second);
+  cudaStream_t stream = nullptr;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+  then.attach(p, true);
+  const DeviceProblem d(p);
+  Outputs want(p), got(p);
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  ASSERT_EQ(d.forward(false, stream), kKernelOk);
+  ASSERT_EQ(d.backward(false, stream), kKernelOk);
+  ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+  download(want, d);
+  now.attach(p, true);
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t executable = nullptr;
+  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  EXPECT_EQ(now.write(p, stream), kKernelOk);
+  EXPECT_EQ(d.forward(false, stream), kKernelOk);
+  EXPECT_EQ(d.backward(false, stream), kKernelOk);
+  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  ASSERT_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
+  for (const std::vector<int32_t>* starts : {&first, &second}) {
+    ASSERT_EQ(cudaMemcpy(now.starts.data(), starts->data(), starts->size() * 4, cudaMemcpyHostToDevice), cudaSuccess);
+    ASSERT_EQ(cudaGraphLaunch(executable, stream), cudaSuccess);
+    ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+  }
+  download(got, d);
+  expect_same_bits(got.o, want.o, "o");
+  expect_same_bits(got.d_qkv, want.d_qkv, "d_qkv");
+  cudaGraphExecDestroy(executable);
+  cudaGraphDestroy(graph);
+  cuda::release_library_stream(stream);
+  cudaStreamDestroy(stream);
 }
 
 TEST_P(CudaAttentionTest, ShapesOutOfRangeAreRefused) {

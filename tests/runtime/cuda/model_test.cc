@@ -50,14 +50,24 @@ class DeviceHarness {
   }
 
   void upload(const Batch& batch) {
-    const int64_t bytes = batch.B * batch.T * 4;
-    if (tokens.data() == nullptr) tokens = gpu().allocate(2 * bytes, "tokens").value();
+    const int64_t N = batch.B * batch.T, bytes = N * 4;
+    const bool documents = !batch.document_starts.empty();
+    if (tokens.data() == nullptr) tokens = gpu().allocate(4 * bytes, "tokens").value();
     ASSERT_TRUE(gpu().copy(tokens.data(), batch.inputs.data(), bytes, *stream).ok());
     ASSERT_TRUE(gpu().copy(tokens.as<char>() + bytes, batch.targets.data(), bytes, *stream).ok());
+    if (documents) {
+      ASSERT_TRUE(gpu().copy(tokens.as<char>() + 2 * bytes, batch.document_starts.data(), bytes, *stream).ok());
+      ASSERT_TRUE(gpu().copy(tokens.as<char>() + 3 * bytes, batch.positions.data(), bytes, *stream).ok());
+    }
     ASSERT_EQ(cudaMemsetAsync(gradients.data(), 0xff, static_cast<size_t>(length) * 4,
                               static_cast<cudaStream_t>(stream->handle())),
               cudaSuccess);
-    view = {tokens.as<int32_t>(), tokens.as<int32_t>() + batch.B * batch.T, batch.B, batch.T};
+    view = {.inputs = tokens.as<int32_t>(),
+            .targets = tokens.as<int32_t>() + N,
+            .B = batch.B,
+            .T = batch.T,
+            .document_starts = documents ? tokens.as<int32_t>() + 2 * N : nullptr,
+            .positions = documents ? tokens.as<int32_t>() + 3 * N : nullptr};
   }
 
   // Queues forward and backward.
@@ -140,26 +150,59 @@ class DeviceModelTest : public ::testing::TestWithParam<Variant> {
  protected:
   static constexpr int64_t kB = 3, kT = 80;
   const ModelConfig& config() const { return GetParam().config; }
-  TransformerOptions options(DType dtype) const { return {.dtype = dtype, .max_tokens = kB * kT, .max_seq_len = kT}; }
+  TransformerOptions options(DType dtype, bool documents = false) const {
+    return {.dtype = dtype, .max_tokens = kB * kT, .max_seq_len = kT, .documents = documents};
+  }
+  void check_gradients(const Batch& batch) const {
+    const bool documents = !batch.document_starts.empty();
+    Harness cpu(config(), options(DType::kF32, documents), false, weights());
+    const LossSums want = cpu.step(batch);
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      SCOPED_TRACE(kernels::name_of(dtype));
+      DeviceHarness device(config(), options(dtype, documents), weights());
+      const std::vector<float> got = device.step(batch);
+      const LossSums sums = *device.sums.as<LossSums>();
+      EXPECT_EQ(sums.num_tokens, want.num_tokens);
+      EXPECT_NEAR(sums.loss, want.loss, (dtype == DType::kF32 ? 1e-5 : 2e-3) * want.loss);
+      Harness peer(config(), options(dtype, documents), false, weights());
+      peer.step(batch);
+      expect_same_direction(cpu.table, got, cpu.gradients, peer.gradients, dtype == DType::kF32 ? 1e-5 : 1e-4);
+    }
+  }
   Batch batch() const { return random_batch(config().vocab_size, kB, kT); }
   std::vector<float> weights() const { return lively_weights(ParamTable::build(config())); }
 };
 INSTANTIATE_TEST_SUITE_P(Variants, DeviceModelTest, ::testing::ValuesIn(device_variants()),
                          [](const auto& variant) { return variant.param.name; });
 
-TEST_P(DeviceModelTest, GradientsPointWhereTheCpusDo) {
-  Harness cpu(config(), options(DType::kF32), false, weights());
-  const LossSums want = cpu.step(batch());
-  for (const DType dtype : {DType::kF32, DType::kBF16}) {
-    SCOPED_TRACE(kernels::name_of(dtype));
-    DeviceHarness device(config(), options(dtype), weights());
-    const std::vector<float> got = device.step(batch());
-    const LossSums sums = *device.sums.as<LossSums>();
-    EXPECT_EQ(sums.num_tokens, want.num_tokens);
-    EXPECT_NEAR(sums.loss, want.loss, (dtype == DType::kF32 ? 1e-5 : 2e-3) * want.loss);
-    Harness peer(config(), options(dtype), false, weights());
-    peer.step(batch());
-    expect_same_direction(cpu.table, got, cpu.gradients, peer.gradients, dtype == DType::kF32 ? 1e-5 : 1e-4);
+TEST_P(DeviceModelTest, GradientsPointWhereTheCpusDo) { check_gradients(batch()); }
+
+TEST_P(DeviceModelTest, GradientsOfPackedDocumentsPointWhereTheCpusDo) {
+  Batch packed = batch();
+  packed.cut_at({0, 1, 17, 18, 64, 70});
+  check_gradients(packed);
+}
+
+// The next step's borders are other numbers in the same place, so a recorded pass serves every step.
+TEST_P(DeviceModelTest, ARecordedPassTakesTheBordersOfEachBatch) {
+  Batch first = batch(), second = batch();
+  first.cut_at({0, 40});
+  second.cut_at({0, 3, 33, 79});
+  DeviceHarness device(config(), options(DType::kBF16, true), weights());
+  const std::vector<float> want = device.step(second);
+  device.step(first);
+  device.upload(first);
+  ASSERT_TRUE(device.stream->synchronize(soon()).ok());
+  ASSERT_TRUE(gpu().begin_recording(*device.stream).ok());
+  const Status queued = device.queue();
+  Result<std::unique_ptr<Graph>> graph = gpu().end_recording(*device.stream);
+  ASSERT_TRUE(queued.ok()) << queued.to_string();
+  ASSERT_TRUE(graph.ok()) << graph.status().to_string();
+  for (const Batch* next : {&first, &second}) {
+    device.upload(*next);
+    ASSERT_TRUE((*graph)->launch(*device.stream).ok());
+    const std::vector<float> got = device.result();
+    EXPECT_EQ(std::memcmp(got.data(), want.data(), got.size() * 4) == 0, next == &second);
   }
 }
 

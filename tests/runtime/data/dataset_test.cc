@@ -13,6 +13,7 @@
 #include "runtime/base/file_system.h"
 #include "runtime/data/shard_index.h"
 #include "runtime/data/token_file.h"
+#include "tests/runtime/data/tokenizer_maker.h"
 
 namespace kintsugi::runtime {
 namespace {
@@ -293,6 +294,37 @@ TEST(ShardIndexTest, EachBrokenKeyIsNamed) {
   }
   EXPECT_FALSE(ShardIndex::parse("", "x").ok());
   EXPECT_FALSE(ShardIndex::parse("[]", "x").ok());
+}
+
+TEST_F(DatasetTest, ASeparatorIsTheLastTokenOfItsDocument) {
+  const std::vector<int32_t> inputs = {7, 9, 5, 9, 9, 5, 5};
+  std::vector<int32_t> starts(inputs.size(), -1), positions(inputs.size(), -1);
+  mark_documents(inputs.data(), 7, 9, starts.data(), positions.data());
+  EXPECT_THAT(starts, ElementsAre(0, 0, 2, 2, 4, 5, 5));
+  EXPECT_THAT(positions, ElementsAre(0, 1, 0, 1, 0, 0, 1));
+  // A separator at the very end begins nothing, and the next sample begins a document whatever came before.
+  mark_documents(inputs.data(), 4, 9, starts.data(), positions.data());
+  EXPECT_THAT(std::vector<int32_t>(starts.begin(), starts.begin() + 4), ElementsAre(0, 0, 2, 2));
+}
+
+TEST_F(DatasetTest, TheSeparatorIsATokenOfTheDataOrAnId) {
+  const std::string text = write("t.txt", "one; two"),
+                    llmc = write("t.bin", llmc_file<uint16_t>(20240520, 1, 3, {1, 2, 3}));
+  const std::string bpe = write("tokenizer.json", make_tokenizer_json().dump());
+  const auto separator = [&](const std::string& path, const std::string& name, const std::string& tokenizer) {
+    DataConfig config;
+    config.document_separator = name, config.tokenizer = tokenizer;
+    const auto data = open_dataset({path}, config, 2, 1, 0);
+    return data.ok() ? std::to_string((*data)->document_separator()) : data.status().message();
+  };
+  EXPECT_EQ(separator(text, "", "bytes"), "-1");
+  EXPECT_EQ(separator(text, "59", "bytes"), "59");
+  EXPECT_EQ(separator(llmc, "2", "bytes"), "2");
+  EXPECT_EQ(separator(text, "worlds", bpe), "268");
+  EXPECT_THAT(separator(text, "worlds.", bpe), HasSubstr("the data's tokenizer has no such token"));
+  EXPECT_THAT(separator(text, "256", "bytes"), AllOf(HasSubstr("data.document_separator"), HasSubstr("ids 0 to 255")));
+  EXPECT_THAT(separator(text, ";", "bytes"), AllOf(HasSubstr("the byte tokenizer has no such token"), HasSubstr("id")));
+  EXPECT_THAT(separator(llmc, "<|end|>", "bytes"), HasSubstr("name no tokenizer"));
 }
 
 }  // namespace

@@ -14,6 +14,20 @@ constexpr double kDifference = 1e-4;
 // carried through two blocks. 64 units in the last place of a tensor's largest gradient leaves room for the norms.
 constexpr double kGradientTolerance = 64 * 0x1p-24;
 
+// To the plain model a document is a sequence.
+double loss_of(const ModelConfig& config, const ParamTable& table, const std::vector<double>& w, const Batch& batch) {
+  if (batch.document_starts.empty()) {
+    return plain_loss(config, table, w, batch.inputs, batch.targets, batch.B, batch.T);
+  }
+  double loss = 0;
+  for (size_t first = 0, end; first < batch.inputs.size(); first = end) {
+    for (end = first + 1; end < batch.inputs.size() && batch.positions[end] != 0;) ++end;
+    const auto part = [&](const std::vector<int32_t>& all) { return std::span(all).subspan(first, end - first); };
+    loss += plain_loss(config, table, w, part(batch.inputs), part(batch.targets), 1, static_cast<int64_t>(end - first));
+  }
+  return loss;
+}
+
 std::vector<double> difference_gradients(const ModelConfig& config, const ParamTable& table,
                                          const std::vector<float>& weights, const Batch& batch) {
   std::vector<double> w(weights.begin(), weights.end());
@@ -23,9 +37,9 @@ std::vector<double> difference_gradients(const ModelConfig& config, const ParamT
       double& x = w[static_cast<size_t>(i)];
       const double x0 = x;
       x = x0 + kDifference;
-      const double above = plain_loss(config, table, w, batch.inputs, batch.targets, batch.B, batch.T);
+      const double above = loss_of(config, table, w, batch);
       x = x0 - kDifference;
-      const double below = plain_loss(config, table, w, batch.inputs, batch.targets, batch.B, batch.T);
+      const double below = loss_of(config, table, w, batch);
       x = x0;
       g[static_cast<size_t>(i)] = (above - below) / (2 * kDifference);
     }
@@ -33,21 +47,17 @@ std::vector<double> difference_gradients(const ModelConfig& config, const ParamT
   return g;
 }
 
-class GradientTest : public ::testing::TestWithParam<Variant> {};
-
-TEST_P(GradientTest, EqualsDoublePrecisionFiniteDifferences) {
-  const ModelConfig& config = GetParam().config;
+void check_gradients(const ModelConfig& config, const Batch& batch) {
   ASSERT_TRUE(config.validate().ok()) << config.validate().to_string();
   const ParamTable table = ParamTable::build(config);
   const std::vector<float> w = lively_weights(table);
-  const Batch batch = random_batch(config.vocab_size, kB, kT);
   const std::vector<double> want = difference_gradients(config, table, w, batch);
-  const double want_loss =
-      plain_loss(config, table, {w.begin(), w.end()}, batch.inputs, batch.targets, batch.B, batch.T);
+  const double want_loss = loss_of(config, table, {w.begin(), w.end()}, batch);
 
   for (const bool reference : {true, false}) {
     SCOPED_TRACE(reference ? "reference kernels" : "cpu kernels");
-    Harness h(config, {.max_tokens = kB * kT, .max_seq_len = kT}, reference, w);
+    Harness h(config, {.max_tokens = kB * kT, .max_seq_len = kT, .documents = !batch.document_starts.empty()},
+              reference, w);
     const LossSums sums = h.step(batch);
     EXPECT_NEAR(sums.loss, want_loss, 1e-6 * want_loss);
     EXPECT_EQ(sums.num_tokens, kB * kT - (kB * kT) / 5);
@@ -60,6 +70,19 @@ TEST_P(GradientTest, EqualsDoublePrecisionFiniteDifferences) {
       EXPECT_LE(worst, kGradientTolerance * std::max(largest, 1.0)) << t.name << ", largest gradient " << largest;
     }
   }
+}
+
+class GradientTest : public ::testing::TestWithParam<Variant> {
+ protected:
+  Batch batch() const { return random_batch(GetParam().config.vocab_size, kB, kT); }
+};
+
+TEST_P(GradientTest, EqualsDoublePrecisionFiniteDifferences) { check_gradients(GetParam().config, batch()); }
+
+TEST_P(GradientTest, OfPackedDocumentsEqualsThatOfTheDocumentsAsSequences) {
+  Batch packed = batch();
+  packed.cut_at({0, 1, 3});
+  check_gradients(GetParam().config, packed);
 }
 
 INSTANTIATE_TEST_SUITE_P(Variants, GradientTest, ::testing::ValuesIn(small_variants()),

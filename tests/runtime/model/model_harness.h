@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -96,7 +97,24 @@ inline std::vector<float> lively_weights(const ParamTable& table, uint64_t seed 
 struct Batch {
   std::vector<int32_t> inputs, targets;
   int64_t B, T;
-  MicroBatch view() const { return {inputs.data(), targets.data(), B, T}; }
+  std::vector<int32_t> document_starts{}, positions{};  // both, or neither
+  MicroBatch view() const {
+    const bool documents = !document_starts.empty();
+    return {.inputs = inputs.data(),
+            .targets = targets.data(),
+            .B = B,
+            .T = T,
+            .document_starts = documents ? document_starts.data() : nullptr,
+            .positions = documents ? positions.data() : nullptr};
+  }
+  // Cuts each sequence into documents that begin at these tokens; the first one is 0.
+  void cut_at(const std::vector<int64_t>& borders) {
+    for (int64_t n = 0; n < B * T; ++n) {
+      const int64_t start = *std::prev(std::upper_bound(borders.begin(), borders.end(), n % T));
+      document_starts.push_back(static_cast<int32_t>(start));
+      positions.push_back(static_cast<int32_t>(n % T - start));
+    }
+  }
 };
 // Random ids; every fifth target is ignored when `holes`.
 inline Batch random_batch(int64_t V, int64_t B, int64_t T, bool holes = true, uint64_t seed = kSeed) {

@@ -48,6 +48,37 @@ TEST_P(TransformerTest, TakesExactlyThePlannedBytes) {
   }
 }
 
+TEST_P(TransformerTest, DocumentsOfOneLengthHaveTheBitsOfABatchOfThem) {
+  const std::vector<float> w = lively_weights(table());
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    for (const Recompute recompute : {Recompute::kNone, Recompute::kAttention, Recompute::kBlock}) {
+      TransformerOptions options{.dtype = dtype, .max_tokens = 12, .max_seq_len = 6, .recompute = recompute};
+      options.documents = true;
+      Batch batch = random_batch(config().vocab_size, 4, 3);
+      Harness alone(config(), options, false, w), packed(config(), options, false, w);
+      const LossSums want = alone.step(batch);
+      batch.B = 2, batch.T = 6;
+      batch.cut_at({0, 3});
+      EXPECT_EQ(packed.step(batch).loss, want.loss);
+      EXPECT_EQ(packed.gradients, alone.gradients);
+      LossSums evaluated;
+      ASSERT_TRUE(packed.model->forward_loss(batch.view(), *packed.access, &evaluated, *packed.stream).ok());
+      EXPECT_EQ(evaluated.loss, want.loss);
+      // And without borders it is another number.
+      batch.document_starts.clear();
+      EXPECT_NE(packed.step(batch).loss, want.loss);
+    }
+  }
+}
+
+TEST_P(TransformerTest, DocumentsThatWereNotPlannedForAreRefused) {
+  Harness h(config(), kOptions, false, lively_weights(table()));
+  Batch batch = random_batch(config().vocab_size, kB, kT);
+  batch.cut_at({0, 2});
+  LossSums sums;
+  EXPECT_EQ(h.model->forward_backward(batch.view(), *h.access, &sums, *h.stream).code(), StatusCode::kInvalidArgument);
+}
+
 TEST_P(TransformerTest, RecomputationChangesNoBitAndTakesLessMemory) {
   const std::vector<float> w = lively_weights(table());
   const Batch batch = random_batch(config().vocab_size, kB, kT);
