@@ -32,6 +32,13 @@ Result<int64_t> integer(const ConfigTable::Row& row, const char* key, size_t ind
   return invalid_argument(fmt::format("fault.kill[{}].{}: must be an integer", index, key));
 }
 
+Result<std::string> text_or(const ConfigTable::Row& row, const char* key, const char* otherwise, size_t index) {
+  const auto it = row.find(key);
+  if (it == row.end()) return std::string(otherwise);
+  if (const std::string* text = std::get_if<std::string>(&it->second)) return *text;
+  return invalid_argument(fmt::format("fault.kill[{}].{}: must be a string", index, key));
+}
+
 Result<FaultEntry> parse_entry(const ConfigTable::Row& row, size_t index, int world_size) {
   FaultEntry entry{};
   KTG_ASSIGN_OR_RETURN(const int64_t rank, integer(row, "rank", index));
@@ -43,12 +50,13 @@ Result<FaultEntry> parse_entry(const ConfigTable::Row& row, size_t index, int wo
     return invalid_argument(fmt::format("fault.kill[{}].step = {}: steps count from 1", index, entry.step));
   }
   entry.rank = static_cast<int>(rank);
-  entry.point = FaultPoint::kBackward;
-  if (const auto it = row.find("point"); it != row.end()) {
-    const std::string* name = std::get_if<std::string>(&it->second);
-    if (name == nullptr) return invalid_argument(fmt::format("fault.kill[{}].point: must be a string", index));
-    KTG_ASSIGN_OR_RETURN(entry.point, parse_fault_point(*name));
+  KTG_ASSIGN_OR_RETURN(const std::string point, text_or(row, "point", "backward", index));
+  KTG_ASSIGN_OR_RETURN(entry.point, parse_fault_point(point));
+  KTG_ASSIGN_OR_RETURN(const std::string by, text_or(row, "by", "signal", index));
+  if (by != "signal" && by != "device") {
+    return invalid_argument(fmt::format("fault.kill[{}].by = \"{}\": must be \"signal\" or \"device\"", index, by));
   }
+  entry.by_device = by == "device";
   return entry;
 }
 
@@ -78,16 +86,19 @@ Result<std::vector<FaultEntry>> FaultConfig::entries(int world_size) const {
 }
 
 void describe(ConfigTable& table, FaultConfig& config) {
-  table.add_rows("fault.kill", &config.kill, {"rank", "step", "point"},
-                 "deliberate deaths: {rank, step, point = \"backward\"}, each once a job");
+  table.add_rows(
+      "fault.kill", &config.kill, {"rank", "step", "point", "by"},
+      "deliberate deaths: {rank, step, point = \"backward\", by = \"signal\"}, each once a job; by = \"device\": "
+      "of a kernel's error on the GPU");
 }
 
 FaultPlan::FaultPlan(std::vector<FaultEntry> entries, int rank, std::function<bool(int64_t)> claim,
-                     std::function<Status()> die)
+                     std::function<Status()> die, std::function<Status()> break_device)
     : entries_(std::move(entries)),
       rank_(rank),
       claim_(std::move(claim)),
-      die_(die ? std::move(die) : kill_this_process) {}
+      die_(die ? std::move(die) : kill_this_process),
+      break_device_(break_device ? std::move(break_device) : die_) {}
 
 bool FaultPlan::any_at(int64_t step) const {
   return std::any_of(entries_.begin(), entries_.end(),
@@ -98,7 +109,7 @@ Status FaultPlan::at(FaultPoint point, int64_t step) const {
   for (size_t i = 0; i < entries_.size(); ++i) {
     const FaultEntry& entry = entries_[i];
     if (entry.rank != rank_ || entry.point != point || entry.step != step) continue;
-    if (claim_(static_cast<int64_t>(i))) return die_();
+    if (claim_(static_cast<int64_t>(i))) return entry.by_device ? break_device_() : die_();
   }
   return ok_status();
 }

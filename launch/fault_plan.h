@@ -1,5 +1,6 @@
 // Deliberate deaths, by configuration: fault.kill = [{rank = 3, step = 40, point = "mid-reduce"}]. The worker sends
-// itself SIGKILL at the named point of the step, once a job for each entry.
+// itself SIGKILL at the named point of the step, once a job for each entry; with by = "device" it queues a kernel there
+// that reads an address that does not exist, as a broken kernel would, and meets the device's error in its own time.
 #pragma once
 
 #include <cstdint>
@@ -34,6 +35,7 @@ struct FaultEntry {
   int rank;
   int64_t step;
   FaultPoint point;
+  bool by_device = false;
 };
 
 struct FaultConfig {
@@ -50,9 +52,9 @@ void describe(ConfigTable& table, FaultConfig& config);
 class FaultPlan {
  public:
   // `claim(i)`: true once a job for entry i. `die` ends the process; null: SIGKILL to itself. A test's may return an
-  // error instead, which at() hands on.
+  // error instead, which at() hands on. `break_device` serves entries that strike by the device; null: they die, too.
   FaultPlan(std::vector<FaultEntry> entries, int rank, std::function<bool(int64_t)> claim,
-            std::function<Status()> die = nullptr);
+            std::function<Status()> die = nullptr, std::function<Status()> break_device = nullptr);
   // Whether an entry is meant for this rank at `step`, wherever in it, fired or not.
   bool any_at(int64_t step) const;
   // Ok unless an entry strikes here. Costs nothing without entries.
@@ -62,7 +64,7 @@ class FaultPlan {
   std::vector<FaultEntry> entries_;
   int rank_;
   std::function<bool(int64_t)> claim_;
-  std::function<Status()> die_;
+  std::function<Status()> die_, break_device_;
 };
 
 }  // namespace kintsugi::launch

@@ -190,7 +190,11 @@ Status RunConfig::validate(int world_size) const {
   KTG_RETURN_IF_ERROR(checkpoint.validate());
   KTG_RETURN_IF_ERROR(recovery.validate());
   KTG_RETURN_IF_ERROR(metrics.validate());
-  KTG_RETURN_IF_ERROR(fault.entries(world_size).ok() ? ok_status() : fault.entries(world_size).status());
+  KTG_ASSIGN_OR_RETURN(const std::vector<FaultEntry> faults, fault.entries(world_size));
+  for (const FaultEntry& entry : faults) {
+    if (entry.by_device && device == "cpu")
+      return invalid_argument("fault.kill: by = \"device\" needs device = \"cuda\"");
+  }
   if (training.seq_len > model.max_seq_len) {
     return invalid_argument(fmt::format("training.seq_len = {}: model.max_seq_len = {} is the longest the model takes",
                                         training.seq_len, model.max_seq_len));

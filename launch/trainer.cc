@@ -59,7 +59,17 @@ TrainerImpl::TrainerImpl(const RunConfig& config, const WorkerEnvironment& envir
       layout_(layout),
       faults_(
           fault_entries(config, environment.world_size), environment.rank,
-          [link = environment.link](int64_t index) { return link->claim_fault(index); }, environment.die) {}
+          [link = environment.link](int64_t index) { return link->claim_fault(index); }, environment.die,
+          [this] { return break_device(); }) {}
+
+// Its error is found like any other's: by a later launch, or by whoever waits for the stream.
+Status TrainerImpl::break_device() {
+  if (!device_) return failed_precondition("fault.kill: by = \"device\" needs a GPU");
+  void* const nowhere = reinterpret_cast<void*>(uintptr_t{64});
+  return stream_->launched(backend_->kernels().reduce->non_finite(static_cast<int32_t*>(nowhere), nowhere, 1,
+                                                                  kernels::DType::kF32, stream_->handle()),
+                           "fault.kill");
+}
 
 TrainerImpl::~TrainerImpl() {
   if (device_ && device_->pinning.valid()) device_->pinning.wait();  // it refers to the members below

@@ -72,6 +72,7 @@ class TrainerImpl final : public Trainer {
   Result<VoteOutcome> step(int64_t step);
   Status fetch(int64_t step);
   // This rank's share of the step whose first sample is given, micro-step by micro-step.
+  Status break_device();
   TokenArrays step_tokens(int32_t* memory) const;
   void read_batch(int64_t first_sample, const TokenArrays& tokens) const;
   Status forward_backward(int64_t step);

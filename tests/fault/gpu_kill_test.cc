@@ -34,41 +34,40 @@ void expect_recovered(const TrainJob& job, size_t deaths, const std::string& sou
   }
 }
 
-TEST(GpuKillTest, TheDigestIsThatOfAnUndisturbedRun) {
+// A job with `sets` and deaths as `kills` says (fault.kill's value) ends with the digest of one that was left alone.
+void expect_mended(int world_size, const std::string& kills, size_t deaths, const std::string& source,
+                   const std::vector<std::string>& sets = {}) {
   Workspace w;
-  const std::string expected = undisturbed_digest(w, 3, on_gpu());
-  const std::string kills =
-      R"(fault.kill=[{rank=1,step=4,point="data"},{rank=2,step=7,point="forward"},{rank=0,step=11,point="backward"},)"
-      R"({rank=1,step=14,point="mid-reduce"},{rank=2,step=18,point="before-vote"},{rank=0,step=22,point="after-vote"},)"
-      R"({rank=1,step=26,point="mid-update"},{rank=2,step=30,point="snapshot"}])";
-  TrainJob job(w, "disturbed", {.arguments = on_gpu({"--set", kills})});
+  const std::string expected = undisturbed_digest(w, world_size, on_gpu());
+  std::vector<std::string> arguments = {"--set", "fault.kill=" + kills};
+  for (const std::string& set : sets) arguments.insert(arguments.end(), {"--set", set});
+  TrainJob job(w, "disturbed", {.world_size = world_size, .arguments = on_gpu(arguments)});
   ASSERT_TRUE(job.wait(kPatience).all(0)) << job.output();
   EXPECT_EQ(job.digest(), expected);
-  expect_recovered(job, 8, "peer");
+  expect_recovered(job, deaths, source);
+}
+
+TEST(GpuKillTest, TheDigestIsThatOfAnUndisturbedRun) {
+  expect_mended(
+      3,
+      R"([{rank=1,step=4,point="data"},{rank=2,step=7,point="forward"},{rank=0,step=11,point="backward"},)"
+      R"({rank=1,step=14,point="mid-reduce"},{rank=2,step=18,point="before-vote"},{rank=0,step=22,point="after-vote"},)"
+      R"({rank=1,step=26,point="mid-update"},{rank=2,step=30,point="snapshot"}])",
+      8, "peer");
 }
 
 TEST(GpuKillTest, TheNewestCheckpointServesWhenItIsAskedFor) {
-  Workspace w;
-  const std::string expected = undisturbed_digest(w, 2, on_gpu());
-  TrainJob job(w, "disturbed",
-               {.world_size = 2,
-                .arguments = on_gpu({"--set", "recovery.source=checkpoint", "--set",
-                                     R"(fault.kill=[{rank=1,step=17,point="backward"}])"})});
-  ASSERT_TRUE(job.wait(kPatience).all(0)) << job.output();
-  EXPECT_EQ(job.digest(), expected);
-  expect_recovered(job, 1, "checkpoint");
+  expect_mended(2, R"([{rank=1,step=17,point="backward"}])", 1, "checkpoint", {"recovery.source=checkpoint"});
 }
 
 TEST(GpuKillTest, WithoutASpareANewProcessTakesTheRank) {
-  Workspace w;
-  const std::string expected = undisturbed_digest(w, 2, on_gpu());
-  TrainJob job(w, "disturbed",
-               {.world_size = 2,
-                .arguments = on_gpu(
-                    {"--set", "recovery.spares=0", "--set", R"(fault.kill=[{rank=0,step=9,point="mid-reduce"}])"})});
-  ASSERT_TRUE(job.wait(kPatience).all(0)) << job.output();
-  EXPECT_EQ(job.digest(), expected);
-  expect_recovered(job, 1, "peer");
+  expect_mended(2, R"([{rank=0,step=9,point="mid-reduce"}])", 1, "peer", {"recovery.spares=0"});
+}
+
+// The worker finds the error itself, says what it was, and ends.
+TEST(GpuKillTest, AKernelsErrorInTheStepIsADeathLikeAnyOther) {
+  expect_mended(2, R"([{rank=1,step=6,point="backward",by="device"},{rank=0,step=11,point="before-vote",by="device"}])",
+                2, "peer");
 }
 
 TEST(GpuKillTest, FixedOrderAgreesOverWorldSizesThroughADeath) {

@@ -83,6 +83,7 @@ TEST_F(RunConfigTest, DeathsThatCannotHappenAreRefused) {
   EXPECT_THAT(error("fault.kill = [{rank = 0, step = 0}]"), HasSubstr("steps count from 1"));
   EXPECT_THAT(error("fault.kill = [{rank = 0}]"), HasSubstr("step is missing"));
   EXPECT_THAT(error("fault.kill = [{rank = 0, step = 1, point = \"lunch\"}]"), HasSubstr("mid-reduce"));
+  EXPECT_THAT(error("fault.kill = [{rank = 0, step = 1, by = \"age\"}]"), HasSubstr("\"signal\" or \"device\""));
 }
 
 TEST_F(RunConfigTest, HelpListsEveryKey) {
@@ -110,6 +111,14 @@ TEST(FaultPlanTest, StrikesOnceAtItsRankStepAndPoint) {
   EXPECT_FALSE(plan.at(FaultPoint::kData, 5).ok());
   EXPECT_TRUE(plan.at(FaultPoint::kData, 5).ok()) << "an entry strikes once a job";
   EXPECT_EQ(claimed, (std::vector<bool>{false, true}));
+}
+
+TEST(FaultPlanTest, AnEntryByTheDeviceBreaksItInPlaceOfDying) {
+  const auto claim = [](int64_t) { return true; };
+  const auto die = [] { return device_lost("struck"); };
+  const FaultEntry entry{.rank = 0, .step = 1, .point = FaultPoint::kForward, .by_device = true};
+  EXPECT_TRUE(FaultPlan({entry}, 0, claim, die, [] { return ok_status(); }).at(FaultPoint::kForward, 1).ok());
+  EXPECT_FALSE(FaultPlan({entry}, 0, claim, die).at(FaultPoint::kForward, 1).ok()) << "where there is no device";
 }
 
 TEST(MemoryPlanTest, CountsEachKindOnceAndSharesWhatPeersRead) {

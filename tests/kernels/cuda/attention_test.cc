@@ -346,12 +346,13 @@ TEST_P(CudaAttentionTest, PlainRowsDoNotDependOnLengthOrBatch) {
 
 // Where documents begin, on the device, with the mask that the library reads.
 struct DeviceDocuments {
-  DeviceDocuments(const Problem& p, const std::vector<int32_t>& starts)
-      : starts(starts), mask(std::max<int64_t>(cuda::attention().document_mask_bytes(p.shape, p.qkv.dtype()), 16)) {}
+  DeviceDocuments(const Problem& p, const std::vector<int32_t>& host_starts)
+      : starts(host_starts),
+        mask(std::max<int64_t>(cuda::attention().document_mask_bytes(p.shape, p.qkv.dtype()), 16)) {}
   void attach(Problem& p, bool masked) const {
     p.shape.document_starts = starts.as<int32_t>();
     p.shape.document_mask = masked ? mask.data() : nullptr;
-    if (masked) EXPECT_EQ(write(p), kKernelOk);
+    EXPECT_EQ(masked ? write(p) : kKernelOk, kKernelOk);
   }
   KernelError write(const Problem& p, cudaStream_t stream = nullptr) const {
     return cuda::attention().write_document_mask(mask.data(), p.shape, p.qkv.dtype(), stream);
