@@ -4,7 +4,7 @@
     one_gpu.py [--bin build/cuda-release/bin] [--out outputs/sharding] [--shapes 124m 1b] [--modes ddp zero1 zero2 zero3]
                [--rounds 2] [--steps 24]
 
-Trains the shapes of experiments/train_speed by `train` itself, the modes in turn, --rounds times. A run's speed is that of the
+Trains the shapes of experiments/train_speed by `train` itself, the modes as they are listed, --rounds times. A run's speed is that of the
 median of its steps after the first 5, by metrics.jsonl; a mode's is the median of its runs. Memory is what the program planned and
 what it used of the device. The modes must end with the same bits of weights and moments. Writes one_gpu.json and one_gpu.md.
 To reach: zero3 at least 0.98 of ddp's tokens/s.
@@ -74,7 +74,7 @@ def main():
             digests = {r["state_sha256"] for of_mode in runs.values() for r in of_mode}
             text += f"\n{shape}:\n\n| mode | tokens/s | of {args.modes[0]} | each run | used MiB | planned MiB |\n|---|---|---|---|---|---|\n"
             base = statistics.median(r["tokens_per_second"] for r in runs[args.modes[0]])
-            for mode in args.modes:
+            for mode in runs:
                 text += row(mode, runs[mode], base) + "\n"
                 slow = statistics.median(r["tokens_per_second"] for r in runs[mode]) < TARGET * base
                 missed |= slow and mode == "zero3" and args.modes[0] == "ddp"
