@@ -217,20 +217,23 @@ Result<parallel::BatchLayout> RunConfig::batch_layout(int rank, int world_size) 
 }
 
 Status RunConfig::resolve_device() {
-  if (device == "cpu") return ok_status();
   std::error_code ignored;
-  const bool has_gpu =
-      std::filesystem::exists("/dev/nvidiactl", ignored) || std::filesystem::exists("/dev/dxg", ignored);
+  return resolve_device(runtime::built_with_cuda(), std::filesystem::exists("/dev/nvidiactl", ignored) ||
+                                                        std::filesystem::exists("/dev/dxg", ignored));
+}
+
+Status RunConfig::resolve_device(bool built_with_cuda, bool has_driver) {
+  if (device == "cpu") return ok_status();
   if (device == "auto") {
-    device = runtime::built_with_cuda() && has_gpu ? "cuda" : "cpu";
+    device = built_with_cuda && has_driver ? "cuda" : "cpu";
     return ok_status();
   }
-  if (!runtime::built_with_cuda()) {
+  if (!built_with_cuda) {
     return invalid_argument(
         "device = \"cuda\": this program was built without CUDA (cmake --preset cuda-release builds one with it); "
         "\"cpu\" trains without a GPU");
   }
-  if (!has_gpu) {
+  if (!has_driver) {
     return invalid_argument(
         "device = \"cuda\": no NVIDIA driver is loaded here (there is no /dev/nvidiactl); \"cpu\" trains without a "
         "GPU");

@@ -99,6 +99,8 @@ struct RunConfig {
   // Turns device "auto" into "cuda" or "cpu". kInvalidArgument when "cuda" is asked for and cannot be. Looks for device
   // files only, because agents stay free of the driver; the worker finds out whether it works.
   Status resolve_device();
+  // The same by what it found.
+  Status resolve_device(bool built_with_cuda, bool has_driver);
   bool on_cuda() const { return device == "cuda"; }
   // For calls of at most `max_tokens` tokens. validate() holds.
   bool separates_documents() const { return !data.document_separator.empty(); }

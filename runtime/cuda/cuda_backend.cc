@@ -11,12 +11,12 @@
 #include "kernels/cuda/gemm_tuning.h"
 #include "kernels/cuda/graph_fills.h"
 #include "kernels/cuda/libraries.h"
+#include "runtime/cuda/device_checks.h"
 
 namespace kintsugi::runtime {
 namespace {
 
 constexpr uintptr_t kPageBytes = 4096;
-constexpr int kLeastMajor = 9, kLeastMinor = 0;  // compute capability: what the kernels are compiled for
 
 std::string text_of(cudaError_t error) {
   return std::string(cudaGetErrorString(error)) + " (" + cudaGetErrorName(error) + ")";
@@ -366,10 +366,7 @@ CudaDevices count_cuda_devices() {
       int driver = 0, runtime = 0;
       (void)cudaDriverGetVersion(&driver);
       (void)cudaRuntimeGetVersion(&runtime);
-      if (driver == 0) return {.count = 0, .why_none = "no NVIDIA driver is loaded (nvidia-smi says more)"};
-      return {.count = 0,
-              .why_none = "the NVIDIA driver knows CUDA " + std::to_string(driver / 1000) + ", this program needs " +
-                          std::to_string(runtime / 1000) + ": a newer driver is needed"};
+      return {.count = 0, .why_none = driver_is_too_old(driver, runtime)};
     }
     default:
       return {.count = 0, .why_none = "the NVIDIA driver does not work: " + text_of(error)};
@@ -385,12 +382,7 @@ Result<std::unique_ptr<Backend>> create_cuda_backend(const CudaBackendOptions& o
   }
   cudaDeviceProp properties;
   KTG_RETURN_IF_ERROR(status_of(cudaGetDeviceProperties(&properties, options.device), "properties of the GPU"));
-  if (properties.major * 10 + properties.minor < kLeastMajor * 10 + kLeastMinor) {
-    return failed_precondition("GPU " + std::to_string(options.device) + ", " + properties.name +
-                               ", has compute capability " + std::to_string(properties.major) + "." +
-                               std::to_string(properties.minor) + ": " + std::to_string(kLeastMajor) + "." +
-                               std::to_string(kLeastMinor) + " (Hopper) is needed; device = \"cpu\" trains without it");
-  }
+  KTG_RETURN_IF_ERROR(check_compute_capability(options.device, properties.name, properties.major, properties.minor));
   int same_address = 0;
   KTG_RETURN_IF_ERROR(
       status_of(cudaDeviceGetAttribute(&same_address, cudaDevAttrCanUseHostPointerForRegisteredMem, options.device),

@@ -77,6 +77,23 @@ TEST_F(RunConfigTest, ImpossibleNumbersNameTheKeyAndWhatIsAllowed) {
   EXPECT_EQ(error("training.steps = 1"), "");
 }
 
+TEST_F(RunConfigTest, TheDeviceIsAGpuWhereThereIsOneAndAskingForOneElsewhereSaysWhatIsMissing) {
+  const auto resolved = [](const char* device, bool built_with_cuda, bool has_driver) {
+    RunConfig config;
+    config.device = device;
+    const Status status = config.resolve_device(built_with_cuda, has_driver);
+    return status.ok() ? config.device : status.message();
+  };
+  EXPECT_EQ(resolved("auto", true, true), "cuda");
+  EXPECT_EQ(resolved("auto", true, false), "cpu");
+  EXPECT_EQ(resolved("auto", false, true), "cpu");
+  EXPECT_EQ(resolved("cpu", true, true), "cpu");
+  EXPECT_EQ(resolved("cuda", true, true), "cuda");
+  EXPECT_THAT(resolved("cuda", true, false),
+              AllOf(HasSubstr("no NVIDIA driver is loaded"), HasSubstr("\"cpu\" trains")));
+  EXPECT_THAT(resolved("cuda", false, true), AllOf(HasSubstr("built without CUDA"), HasSubstr("cuda-release")));
+}
+
 TEST_F(RunConfigTest, DeathsThatCannotHappenAreRefused) {
   EXPECT_THAT(error("fault.kill = [{rank = 4, step = 1}]", 4),
               HasSubstr("fault.kill[0].rank = 4: must be from 0 to 3"));

@@ -7,11 +7,13 @@
 #include <vector>
 
 #include "kernels/cpu/isa.h"
+#include "runtime/cuda/device_checks.h"
 #include "runtime/host_memory.h"
 
 namespace kintsugi::runtime {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 TEST(CpuBackendTest, AllocationsAreAlignedAndWritable) {
@@ -105,6 +107,21 @@ TEST(ArenaTest, PiecesAreAlignedAndAddUpToThePlan) {
   EXPECT_EQ(pieces[2] - pieces[1], 256);
   EXPECT_EQ(arena.used_bytes(), arena.size_bytes());
   EXPECT_DEATH(arena.take(1), "used");
+}
+
+TEST(DeviceChecksTest, AnOlderGpuIsRefusedWithBothNumbers) {
+  for (const auto& [major, minor] : {std::pair{9, 0}, {10, 0}, {12, 1}}) {
+    EXPECT_TRUE(check_compute_capability(0, "a GPU", major, minor).ok()) << major << "." << minor;
+  }
+  const Status status = check_compute_capability(1, "NVIDIA A100", 8, 0);
+  EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition);
+  EXPECT_THAT(status.message(), AllOf(HasSubstr("GPU 1, NVIDIA A100"), HasSubstr("8.0"), HasSubstr("9.0 (Hopper)"),
+                                      HasSubstr("device = \"cpu\"")));
+}
+
+TEST(DeviceChecksTest, AMissingDriverIsToldFromAnOldOne) {
+  EXPECT_THAT(driver_is_too_old(0, 13000), HasSubstr("no NVIDIA driver is loaded"));
+  EXPECT_THAT(driver_is_too_old(12040, 13000), AllOf(HasSubstr("CUDA 12.4"), HasSubstr("needs 13.0")));
 }
 
 TEST(HostMemoryTest, FieldsAreFoundByTheirWholeName) {

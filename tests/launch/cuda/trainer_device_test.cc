@@ -24,8 +24,7 @@ class DeviceTrainerTest : public testing::Test {
   ScratchDir dir_;
 };
 
-TEST_F(DeviceTrainerTest, LossesFollowTheCpus) {
-  RunConfig c = config();
+void expect_losses_of_the_cpu(RunConfig c) {
   c.training.eval_every = 4;
   c.training.eval_samples = 10;
   const TrainingJob::Outcome gpu = finished_job(c, 1);
@@ -37,11 +36,11 @@ TEST_F(DeviceTrainerTest, LossesFollowTheCpus) {
   EXPECT_NEAR(gpu.summary["validation_loss"].get<double>(), cpu.summary["validation_loss"].get<double>(), 1e-3);
 }
 
-TEST_F(DeviceTrainerTest, GraphsChangeNoBitAndTwoRunsAreOne) {
+void expect_same_bits_recorded_or_not(RunConfig c) {
   for (const char* dtype : {"fp32", "bf16"}) {
     SCOPED_TRACE(dtype);
-    RunConfig c = config();
     c.training.dtype = dtype;
+    c.training.cuda_graphs = true;
     const TrainingJob::Outcome recorded = finished_job(c, 1);
     EXPECT_EQ(finished_job(c, 1).sha256(), recorded.sha256());
     c.training.cuda_graphs = false;
@@ -50,6 +49,18 @@ TEST_F(DeviceTrainerTest, GraphsChangeNoBitAndTwoRunsAreOne) {
     EXPECT_EQ(eager.column(kLoss), recorded.column(kLoss));
     EXPECT_EQ(eager.column("grad_norm"), recorded.column("grad_norm"));
   }
+}
+
+TEST_F(DeviceTrainerTest, LossesFollowTheCpus) { expect_losses_of_the_cpu(config()); }
+
+TEST_F(DeviceTrainerTest, GraphsChangeNoBitAndTwoRunsAreOne) { expect_same_bits_recorded_or_not(config()); }
+
+// Every step has borders of its own.
+TEST_F(DeviceTrainerTest, SeparateDocumentsTrainAsOnTheCpu) {
+  RunConfig c = config();
+  c.data.document_separator = "59";  // the text's semicolons
+  expect_losses_of_the_cpu(c);
+  expect_same_bits_recorded_or_not(c);
 }
 
 TEST_F(DeviceTrainerTest, RecomputationChangesNoBit) {
@@ -88,8 +99,7 @@ TEST_F(DeviceTrainerTest, AFaultAnywhereInTheStepIsMendedFromTheCheckpoint) {
   for (const char* point : {"data", "forward", "backward", "before-vote", "after-vote", "mid-update", "snapshot"}) {
     SCOPED_TRACE(point);
     RunConfig faulty = c;
-    faulty.fault.kill = {
-        ConfigTable::Row{{"rank", int64_t{0}}, {"step", int64_t{6}}, {"point", std::string(point)}}};
+    faulty.fault.kill = {ConfigTable::Row{{"rank", int64_t{0}}, {"step", int64_t{6}}, {"point", std::string(point)}}};
     TrainingJob job(faulty, 1);
     job.save_checkpoints(dir_.path() + "/" + point);
     EXPECT_EQ(job.run().sha256(), whole);
@@ -100,6 +110,10 @@ TEST_F(DeviceTrainerTest, StepsThatAreNotFiniteAreSkipped) {
   RunConfig c = diverging(config());
   const TrainingJob::Outcome gpu = finished_job(c, 1);
   EXPECT_GT(gpu.summary["skipped_steps"].get<int64_t>(), 0);
+  c.training.debug_nan = true;
+  const TrainingJob::Outcome looked_at = finished_job(c, 1);
+  EXPECT_EQ(looked_at.sha256(), gpu.sha256()) << "looking changes nothing";
+  EXPECT_THAT(looked_at.log, testing::Contains(testing::HasSubstr("stop being finite in the")));
 }
 
 TEST_F(DeviceTrainerTest, ThePlanIsWhatIsUsed) {
