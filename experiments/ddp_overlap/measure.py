@@ -11,14 +11,14 @@ talk over the loopback device: the table then says nothing about real links, and
 
 import argparse
 import json
-import os
 import pathlib
-import shutil
-import statistics
 import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "experiments/train_speed"))
+import timed_run  # noqa: E402
+
 CONFIG = ROOT / "experiments/train_speed/configs/124m.toml"
 
 
@@ -28,25 +28,11 @@ def size(text: str) -> int:
 
 
 def run(args: argparse.Namespace, bucket: int, overlap: bool) -> dict:
+    sets = [f"comm.bucket_bytes={bucket}", f"comm.first_bucket_bytes={min(bucket, 1 << 20)}", f"comm.overlap={'true' if overlap else 'false'}"]
     out = pathlib.Path(args.out) / f"bucket_{bucket}_{'on' if overlap else 'off'}"
-    shutil.rmtree(out, ignore_errors=True)
-    command = ["mpirun", "-np", str(args.ranks), "--oversubscribe"] + (["--allow-run-as-root"] if os.getuid() == 0 else [])
-    command += [str(ROOT / args.build / "bin/train"), str(CONFIG), "--out", str(out), "--set", "device=cuda"]
-    # The last step is traced, and not among those that are timed.
-    for s in [f"training.steps={args.steps + 1}", f"metrics.trace_steps=[{args.steps + 1}]", f"comm.bucket_bytes={bucket}", f"comm.first_bucket_bytes={min(bucket, 1 << 20)}",
-              f"comm.overlap={'true' if overlap else 'false'}", *args.set]:
-        command += ["--set", s]
-    with open(f"{out}.output", "w") as output:
-        if subprocess.run(command, stdout=output, stderr=subprocess.STDOUT).returncode != 0:
-            raise SystemExit(f"a run failed: see {out}.output")
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][args.warm_up:args.steps]
-    seconds = statistics.median(l["time_metrics/end_to_end(s)"] for l in lines)
-    shared = "ranks share" in pathlib.Path(f"{out}.output").read_text()
-    profile = json.loads((out / "trace/rank-0-profile.json").read_text())
-    nccl_ms, exposed_ms = profile["nccl_ms"], profile["nccl_exposed_ms"]
-    return {"bucket_bytes": bucket, "overlap": overlap, "tokens_per_second": 64 * 1024 / seconds, "step_ms": seconds * 1e3,
-            "nccl_ms": nccl_ms, "exposed_ms": exposed_ms, "hidden_percent": 100 * (1 - exposed_ms / nccl_ms) if nccl_ms else None,
-            "ranks_share_a_gpu": shared, "command": command}
+    result = timed_run.timed_run(CONFIG, out, ranks=args.ranks, steps=args.steps, warm_up=args.warm_up, build=args.build,
+                                 sets=sets + args.set)
+    return {"bucket_bytes": bucket, "overlap": overlap, **result}
 
 
 def main() -> int:
@@ -65,7 +51,10 @@ def main() -> int:
     print(f"{'bucket':>12} {'overlap':>8} {'step ms':>10} {'tokens/s':>10} {'NCCL ms':>10} {'hidden %':>9} {'exposed ms':>11}", flush=True)
     for bucket in args.buckets:
         for overlap in (True, False):
-            r = run(args, bucket, overlap)
+            try:
+                r = run(args, bucket, overlap)
+            except timed_run.Failed as failure:
+                raise SystemExit(f"a run failed: {failure}")
             results.append(r)
             print(f"{bucket:>12} {'on' if overlap else 'off':>8} {r['step_ms']:>10.1f} {r['tokens_per_second']:>10.0f} "
                   f"{r['nccl_ms']:>10.1f} {r['hidden_percent'] or 0:>9.0f} {r['exposed_ms']:>11.1f}", flush=True)

@@ -56,6 +56,13 @@ def rotate(x, cos, sin):
     return x * cos + torch.cat((-b, a), dim=-1) * sin
 
 
+def rotation(c):
+    """Cosines and sines of rotary positions, (T, D)."""
+    angle = torch.outer(torch.arange(c.T).float(), c.theta ** (-torch.arange(0, c.D, 2).float() / c.D))
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos(), angle.sin()
+
+
 class Block(nn.Module):
     def __init__(self, c):
         super().__init__()
@@ -90,10 +97,9 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.L))
         self.norm = Norm(c.C, c.gpt2, c.eps)
         self.head = None if c.tied else Linear(c.C, c.V, False, 0.02)
-        angle = torch.outer(torch.arange(c.T).float(), c.theta ** (-torch.arange(0, c.D, 2).float() / c.D))
-        angle = torch.cat((angle, angle), dim=-1)
-        self.register_buffer("cos", angle.cos().to(dtype), persistent=False)
-        self.register_buffer("sin", angle.sin().to(dtype), persistent=False)
+        cos, sin = rotation(c)
+        self.register_buffer("cos", cos.to(dtype), persistent=False)
+        self.register_buffer("sin", sin.to(dtype), persistent=False)
 
     def forward(self, ids, targets, reduction="mean"):
         T = ids.shape[1]
@@ -103,6 +109,9 @@ class Model(nn.Module):
         x = x.to(self.dtype)
         for block in self.blocks:
             x = block(x, self.cos[:T], self.sin[:T])
+        return self.loss(x, targets, reduction)
+
+    def loss(self, x, targets, reduction):
         x = self.norm(x)
         logits = F.linear(x, self.tokens.to(x.dtype)) if self.head is None else self.head(x)
         return F.cross_entropy(logits.float().view(-1, self.c.V), targets.reshape(-1), reduction=reduction)

@@ -1,0 +1,260 @@
+#!/usr/bin/env python3
+"""What N GPUs of one host do together: collectives, training speed, overlap, recovery; run.sh builds and calls this.
+
+  measure.py N [--budget 470] [--sections tests collectives scaling peers overlap kills] [--shapes 124m 1b 8b] [--quick]
+             [--build build/cuda-release] [--python PYTHON_WITH_TORCH] [--out outputs/multi_gpu]
+
+tests        ctest -L cuda, then -L fault (those labelled slow left out)
+collectives  comm_bench --backend nccl: all-reduce, all-gather, reduce-scatter; NCCL's own choice, ring and tree (all-reduce),
+             buffer sizes, which are four times the pieces on the wire; bus bandwidth beside NVLink's 450 GB/s a direction
+scaling      `train`, ddp and zero3, on 1 and on N GPUs with the same batch a rank: median step after warm-up; of one more step,
+             traced, the time of NCCL's kernels on rank 0's GPU, how much of it other kernels hide, and what is exposed
+peers        PyTorch on the same N GPUs: DistributedDataParallel and FSDP2, compiled (pytorch_peer.py)
+overlap      the 124M shape, ddp: comm.overlap on and off by comm.bucket_bytes, then comm.max_ctas
+kills        SIGKILLs at random moments of the 124M shape (experiments/recovery_gpu/measure.py): phases, digest
+Each section has its share of --budget, seconds from the start of run.sh, build included; what no longer fits is left out, with its
+reason, in the table and in results.json. Both are written anew after each section.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+import tomllib
+
+import report
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+sys.path.insert(0, str(ROOT / "experiments/train_speed"))
+from timed_run import Failed, run_limited, timed_run  # noqa: E402
+
+CONFIGS = {"124m": "experiments/train_speed/configs/124m.toml", "1b": "experiments/train_speed/configs/1b.toml",
+           "8b": "experiments/multi_gpu/8b.toml"}
+MODES = {"124m": ["ddp", "zero3"], "1b": ["ddp", "zero3"], "8b": ["zero3"]}  # no GPU holds 8B's whole state and gradients in ddp
+STEPS = {"124m": (24, 8), "1b": (14, 5), "8b": (8, 3)}  # warm-up included, and how many it has
+QUICK_STEPS = (6, 2)                                    # with --quick
+PEERS = [("1b", "fsdp2"), ("8b", "fsdp2"), ("1b", "ddp"), ("124m", "ddp")]
+# Shares of the time that the sections still to come have; what one leaves, the next ones get.
+SHARES = {"tests": 100, "collectives": 35, "scaling": 95, "peers": 105, "overlap": 50, "kills": 90}
+MIB = 1 << 20
+
+
+class Clock:
+    """The time of the whole run, and of the section in hand."""
+
+    def __init__(self, budget: float, spent: float):
+        self.end = self.section_end = time.monotonic() + budget - spent
+        self.skipped: list[dict] = []
+
+    def begin(self, name: str, remaining: list[str]) -> None:
+        now = time.monotonic()
+        self.name = name
+        self.section_end = now + max(0.0, self.end - now) * SHARES[name] / sum(SHARES[n] for n in remaining)
+
+    def left(self) -> float:
+        return self.section_end - time.monotonic()
+
+    def skip(self, what: str, why: str) -> None:
+        print(f"left out: {self.name}, {what}: {why}", flush=True)
+        self.skipped.append({"section": self.name, "what": what, "why": why})
+
+    def room(self, what: str, seconds: float) -> bool:
+        """Whether `seconds` are left; says so otherwise."""
+        if self.left() >= seconds:
+            return True
+        self.skip(what, f"{max(0.0, self.left()):.0f} s of this section are left, about {seconds:.0f} s wanted")
+        return False
+
+
+class Run:
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.out = args, pathlib.Path(args.out).resolve()
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.clock = Clock(args.budget, args.spent)
+        self.steps = {shape: QUICK_STEPS if args.quick else steps for shape, steps in STEPS.items()}
+        # Fewer than two ranks have nothing to say to each other: with one GPU two share it.
+        self.ranks = max(2, args.gpus)
+
+    def tests(self) -> list[dict]:
+        rows = []
+        for label, share in [("cuda", 0.65), ("fault", 1.0)]:
+            seconds = self.clock.left() * share
+            if not self.clock.room(f"ctest -L {label}", 5):
+                continue
+            # No test begins after the section's time; one that has begun may end.
+            stop = (datetime.datetime.now() + datetime.timedelta(seconds=seconds)).strftime("%H:%M:%S")
+            log = self.out / f"ctest_{label}.txt"
+            command = ["ctest", "--test-dir", ROOT / self.args.build, "-L", label, "-LE", "slow" if label == "cuda" else "slow|cuda",
+                       "--output-on-failure", "--stop-time", stop]
+            try:
+                run_limited(command, seconds + 5, log)
+            except Failed as failure:
+                print(f"ctest -L {label}: {failure}", flush=True)
+            row = {"label": label, **report.count_tests(log.read_text())}
+            rows.append(row)
+            print(f"ctest -L {label}: {row['passed']} passed, {row['failed']} failed of {row['found']}", flush=True)
+            if row["passed"] + row["failed"] < row["found"]:
+                self.clock.skip(f"{row['found'] - row['passed'] - row['failed']} tests of -L {label}", "their programs are not there, or the section's time was over")
+        return rows
+
+    def collectives(self) -> list[dict]:
+        rows = []
+        for op, algorithms in [("all_reduce", "auto,ring,tree"), ("all_gather", "auto"), ("reduce_scatter", "auto")]:
+            if not self.clock.room(op, 6):
+                continue
+            path = self.out / f"comm_bench_{op}.json"
+            path.unlink(missing_ok=True)
+            buffsizes = ",".join(str(b) for b in ([0] if self.args.gpus == 1 else [0, MIB, 16 * MIB]))
+            largest = (1 if self.args.quick else 16 if self.args.gpus == 1 else 256) * MIB
+            command = [ROOT / self.args.build / "bin/comm_bench", "--backend", "nccl", "--ranks", self.ranks, "-o", op, "-a", algorithms,
+                       "-b", 64 << 10, "-e", largest, "-f", 16, "-n", 5 if self.args.gpus == 1 else 20, "-w", 3, "--buffsize", buffsizes,
+                       "-J", path]
+            try:
+                run_limited(command, self.clock.left(), self.out / f"comm_bench_{op}.txt")
+            except Failed as failure:
+                self.clock.skip(op, str(failure))
+                continue
+            rows += [{"op": op, **row} for row in json.loads(path.read_text())["rows"]]
+        print(report.collectives(rows), flush=True)
+        return rows
+
+    def train(self, shape: str, ranks: int, sets: list[str], name: str, steps: tuple[int, int]) -> dict:
+        config = ROOT / CONFIGS[shape]
+        with open(config, "rb") as f:
+            batch = tomllib.load(f)["training"]["global_batch_size"]
+        return timed_run(config, self.out / name, ranks=ranks, steps=steps[0], warm_up=steps[1], build=self.args.build,
+                         sets=sets + self.args.set, batch=batch * ranks, seconds=self.clock.left())
+
+    def try_train(self, what: str, *args) -> dict | None:
+        if not self.clock.room(what, self.args.least):
+            return None
+        try:
+            row = self.train(*args)
+        except Failed as failure:
+            self.clock.skip(what, str(failure))
+            return None
+        print(f"{what}: {row['tokens_per_second']:,.0f} tokens/s, {row['step_ms']:.1f} ms, exposed {row['exposed_ms']:.1f} ms", flush=True)
+        return row
+
+    def scaling(self) -> list[dict]:
+        rows = []
+        # The figures that are asked for first: 1B in ddp, 8B in zero3.
+        wanted = [("1b", "ddp"), ("8b", "zero3"), ("124m", "ddp"), ("1b", "zero3"), ("124m", "zero3")]
+        for shape, mode in [w for w in wanted if w[0] in self.args.shapes]:
+            for ranks in sorted({1, self.args.gpus}):
+                row = self.try_train(f"{shape} {mode} on {ranks}", shape, ranks, [f"parallelism.mode={mode}"], f"{shape}_{mode}_{ranks}",
+                                     self.steps[shape])
+                if row:
+                    rows.append({"shape": shape, "mode": mode, **row})
+        return rows
+
+    def peers(self) -> list[dict]:
+        rows = []
+        for shape, mode in [p for p in PEERS if p[0] in self.args.shapes]:
+            what = f"PyTorch {mode}, {shape}, on {self.args.gpus}"
+            if shape == "8b" and self.args.gpus == 1:
+                self.clock.skip(what, "fp32 weights, gradients and moments of 8B are 128 GB, and PyTorch's AdamW keeps no others")
+                continue
+            if not self.clock.room(what, 25):
+                continue
+            path = self.out / f"peer_{shape}_{mode}.json"
+            path.unlink(missing_ok=True)
+            command = [self.args.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", self.args.gpus,
+                       HERE / "pytorch_peer.py", ROOT / CONFIGS[shape], "--mode", mode, "--steps", self.steps[shape][0] - self.steps[shape][1],
+                       "--warm-up", self.steps[shape][1], "--json", path]
+            try:
+                run_limited(command, self.clock.left(), self.out / f"peer_{shape}_{mode}.output")
+            except Failed as failure:
+                self.clock.skip(what, str(failure))
+                continue
+            rows.append({"shape": shape, "mode": mode, **json.loads(path.read_text())})
+            print(f"{what}: {rows[-1]['tokens_per_second']:,.0f} tokens/s", flush=True)
+        return rows
+
+    def overlap(self) -> list[dict]:
+        rows = []
+        cases = [(bucket, overlap, 0) for bucket in (16 * MIB, 4 * MIB, 64 * MIB) for overlap in (True, False)]
+        cases += [(16 * MIB, True, ctas) for ctas in (4, 8, 16)]
+        for bucket, overlap, ctas in cases:
+            name = f"bucket_{bucket // MIB}_{'on' if overlap else 'off'}_ctas_{ctas}"
+            sets = [f"comm.bucket_bytes={bucket}", f"comm.first_bucket_bytes={MIB}", f"comm.overlap={str(overlap).lower()}",
+                    f"comm.max_ctas={ctas}"]
+            row = self.try_train(name, "124m", self.ranks, sets, name, self.steps["124m"])
+            if row:
+                rows.append({"bucket_bytes": bucket, "overlap": overlap, "max_ctas": ctas, **row})
+        return rows
+
+    def kills(self) -> list[dict]:
+        if not self.clock.room("kills", 20):
+            return []
+        folder = self.out / "recovery"
+        command = [sys.executable, ROOT / "experiments/recovery_gpu/measure.py", "--ranks", self.ranks, "--kills", self.args.kills, "--eager",
+                   "--without-spare", 0, "--probe-kills", 0 if self.args.gpus == 1 else 2, "--window", 0.6, "--mend", 1.5, "--settle", 6,
+                   "--build", self.args.build, "--out", folder]
+        if self.args.quick:
+            command += ["--steps", 24]
+        for s in self.args.set:
+            command += ["--set", s]
+        try:
+            run_limited(command, self.clock.left(), self.out / "recovery.txt")
+        except Failed as failure:
+            self.clock.skip("kills", str(failure))
+        path = folder / "results.json"
+        rows = json.loads(path.read_text())["results"] if path.exists() else []
+        print((self.out / "recovery.txt").read_text()[-3000:], flush=True)
+        return rows
+
+
+def gpus() -> list[str]:
+    try:
+        done = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"], capture_output=True, text=True)
+    except FileNotFoundError:  # no driver
+        return []
+    return done.stdout.strip().splitlines() if done.returncode == 0 else []
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("gpus", type=int)
+    parser.add_argument("--budget", type=float, default=470, help="seconds of the whole run")
+    parser.add_argument("--spent", type=float, default=0, help="of them, before this program")
+    parser.add_argument("--sections", nargs="+", default=list(SHARES), choices=list(SHARES))
+    parser.add_argument("--shapes", nargs="+", default=list(CONFIGS), choices=list(CONFIGS))
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--quick", action="store_true", help="few steps and small sizes: tries the program, its numbers mean little")
+    parser.add_argument("--least", type=float, default=8, help="seconds that a training must have left to be started")
+    parser.add_argument("--build", default="build/cuda-release")
+    parser.add_argument("--python", default=sys.executable, help="a Python with torch")
+    parser.add_argument("--out", default="outputs/multi_gpu")
+    parser.add_argument("--set", action="append", default=[], help="key=value for every training")
+    args = parser.parse_args()
+    found = gpus()
+    if not 1 <= args.gpus <= len(found):
+        print(f"{args.gpus} GPUs were asked for; nvidia-smi names {len(found)}", file=sys.stderr)
+        return 2
+    os.chdir(ROOT)
+    run = Run(args)
+    for vocabulary in sorted({50304} | {128256 for s in args.shapes if s != "124m"}):
+        subprocess.run([sys.executable, ROOT / "experiments/train_speed/make_tokens.py", str(vocabulary)], check=True, stdout=subprocess.DEVNULL)
+    results = {"gpus": args.gpus, "machine": found, "cpus": os.cpu_count(), "command": " ".join(sys.argv), "time": time.strftime("%Y-%m-%d %H:%M:%S")}
+    sections = [s for s in SHARES if s in args.sections]
+    for i, name in enumerate(sections):
+        print(f"== {name}", flush=True)
+        run.clock.begin(name, sections[i:])
+        began = time.monotonic()
+        results[name] = getattr(run, name)()
+        results.setdefault("seconds", {})[name] = round(time.monotonic() - began, 1)
+        results["left_out"] = run.clock.skipped
+        (run.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+        (run.out / "table.md").write_text(report.table(results))
+    print("\n" + report.table(results), flush=True)
+    return 0 if report.good(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
