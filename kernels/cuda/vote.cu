@@ -26,12 +26,22 @@ __device__ void store_to_host(int64_t* word, int64_t value) {
   asm volatile("st.release.sys.global.b64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
+// Bytes that mean nothing are written, too: records travel and are read whole.
+__device__ void clear_words(char* record, int64_t begin_bytes, int64_t end_bytes) {
+  auto* words = reinterpret_cast<uint64_t*>(record);
+  for (int64_t i = begin_bytes / 8 + threadIdx.x; i < end_bytes / 8; i += blockDim.x) words[i] = 0;
+}
+
 __global__ void fill_record_kernel(void* record, const StepInputs* inputs, const LossSums* losses, int64_t num_losses,
                                    bool add_up, VoteShape shape) {
   auto* out = reinterpret_cast<LossSums*>(static_cast<char*>(record) + shape.losses_offset());
   if (!add_up) {
     for (int64_t i = threadIdx.x; i < num_losses; i += blockDim.x) out[i] = losses[i];
   }
+  const auto brought = static_cast<int64_t>(sizeof(LossSums)) * (add_up ? 1 : num_losses);
+  const auto partials = static_cast<int64_t>(sizeof(double)) * shape.num_units * shape.blocks_per_rank();
+  clear_words(static_cast<char*>(record), shape.losses_offset() + brought, shape.partials_offset());
+  clear_words(static_cast<char*>(record), shape.partials_offset() + partials, shape.record_bytes());
   if (threadIdx.x != 0) return;
   *static_cast<VoteHeader*>(record) = {inputs->step, static_cast<int32_t>(add_up ? 1 : num_losses),
                                        inputs->stop_requested};
