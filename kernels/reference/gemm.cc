@@ -42,6 +42,7 @@ using Composed = ComposedLinear<gemm, activation>;
 
 const GemmKernels& gemm() {
   static constexpr GemmKernels kTable{forward,
+                                      nullptr,
                                       backward_input,
                                       backward_weight,
                                       backward_bias,

@@ -42,9 +42,9 @@ std::vector<kernels::LinearShape> linear_layers(const ModelConfig& config, DType
   const int64_t HD = config.num_heads * config.head_size(), KD = config.kv_heads() * config.head_size();
   const bool gpt2 = config.is_gpt2();
   return {{N, C, HD + 2 * KD, dtype, gpt2 || config.qkv_bias, accumulate},
-          {N, HD, C, dtype, gpt2, accumulate},
+          {N, HD, C, dtype, gpt2, accumulate, /*gelu_after=*/false, /*gelu_before=*/false, /*residual=*/true},
           {N, C, gpt2 ? F : 2 * F, dtype, gpt2, accumulate, /*gelu_after=*/gpt2},
-          {N, F, C, dtype, gpt2, accumulate, /*gelu_after=*/false, /*gelu_before=*/gpt2},
+          {N, F, C, dtype, gpt2, accumulate, /*gelu_after=*/false, /*gelu_before=*/gpt2, /*residual=*/true},
           {N, C, V, dtype, false, accumulate}};
 }
 
