@@ -8,6 +8,7 @@
 #include <cfloat>
 
 #include "kernels/cross_entropy.h"
+#include "kernels/cuda/async_copy.cuh"
 #include "kernels/cuda/device.cuh"
 
 namespace kintsugi::kernels::cuda {
@@ -200,11 +201,6 @@ constexpr int64_t kMostBytes = 200 << 10;
 
 __device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-__device__ inline void copy_to_shared(uint4* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 __device__ inline uint32_t cluster_size() {
   uint32_t size;
   asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
@@ -249,7 +245,7 @@ __global__ void __launch_bounds__(kClusterThreads, 4) cluster_rows_kernel(Loss<T
   for (int32_t i = thread; i < count; i += kClusterThreads) copy_to_shared(kept + i, part + i * kVec);
   if (blocks > 1) cluster_arrive();  // the others' shared memory exists once they have arrived
   const float target_logit = static_cast<float>(a.logits[n * a.V + target]);
-  wait_for_copies();  // a thread reads what it copied itself: no barrier
+  wait_for_all_copies();  // a thread reads what it copied itself: no barrier
   Softmax softmax;
   for (int32_t i = thread; i < count; i += kClusterThreads) {
     float v[kVec];

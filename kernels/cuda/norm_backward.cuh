@@ -1,9 +1,11 @@
 // The backward kernels of norm.h; norm.cu holds the table.
 //
-// Weight gradients: a block owns a fixed range of rows and keeps their sums in registers, one column a thread, then
-// writes one row of partial sums; a second kernel adds the partial rows. Both orders depend on N and C alone.
+// Weight gradients: a block takes every so-manieth stretch of rows and keeps its sums in registers, one column a
+// thread, then writes one row of partial sums; a second kernel adds the partial rows. Both orders depend on N and C
+// alone.
 #pragma once
 
+#include "kernels/cuda/async_copy.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/norm_kernels.cuh"
 
@@ -22,9 +24,9 @@ struct NormBackward {
   const T* dresidual;  // or null
 };
 
-inline constexpr int kNormBackwardThreads = 512;  // at most
-inline constexpr int kMaxNormBackwardBlocks = 4 * kMultiprocessors;
-inline constexpr int kMaxSharedColumns = 1024;  // of rows that one warp takes
+inline constexpr int kNormBackwardThreads = 512;                     // at most
+inline constexpr int kMaxNormBackwardBlocks = 4 * kMultiprocessors;  // of rows of any width; others take fewer
+inline constexpr int kMaxSharedColumns = 1024;                       // of rows that one warp takes
 
 // Adds up the column sums of a block's warps, in their order, and writes the block's row of partial sums. Lanes below
 // `group` of each warp hold columns.
@@ -72,20 +74,23 @@ __device__ inline void write_column_sums(float* partials, float (&sums)[kPacks][
 
 // RMSNorm:   dx = rstd (g - xhat mean(g xhat)),            g = dy w, xhat = x rstd
 // LayerNorm: dx = rstd (g - mean(g) - xhat mean(g xhat)),  xhat = (x - mean) rstd
-// dw = sum dy xhat, db = sum dy. A group takes kRows rows at once: their operands are all loading before the first is
-// used, and their sums share a barrier.
+// dw = sum dy xhat, db = sum dy. A group takes kRows rows at once, whose sums share a barrier; while it works on them
+// those of its next turn are on their way into shared memory, so that the memory is never idle. All blocks together go
+// through the rows from the end (device.cuh), a stretch of rows_at_once after the other.
 template <class T, int kVec, int kPacks, int kRows, bool kMean, int kThreads, int kBlocksPerSm>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    norm_backward_kernel(NormBackward<T> a, Rows rows, int64_t rows_per_block) {
+    norm_backward_kernel(NormBackward<T> a, Rows rows, int32_t stretches) {
   using P = Packed<T, kVec>;
+  static_assert(sizeof(P) == sizeof(uint4));
   constexpr bool kHeld = !kMean || kPacks < 2;  // the weights stay in registers
   constexpr int kSums = kMean ? 2 : 1;
+  constexpr int kOperands = 3;
+  extern __shared__ uint4 copies[];  // [2 turns][dy, x, dresidual][kRows][kPacks][threads]
   __shared__ float scratch[2][kRows * kSums][32];
   __shared__ float columns[kMaxSharedColumns];
   const int32_t group = rows.group, lane = static_cast<int32_t>(threadIdx.x) % group;
-  const int32_t groups = static_cast<int32_t>(blockDim.x) / group;
-  const int64_t begin = blockIdx.x * rows_per_block;
-  const int64_t end = begin + rows_per_block < rows.N ? begin + rows_per_block : rows.N;
+  const int32_t rows_at_once = static_cast<int32_t>(blockDim.x) / group * kRows;
+  const int32_t first_row = static_cast<int32_t>(threadIdx.x) / group * kRows;
   const float inverse_count = 1.0f / static_cast<float>(rows.C);
 
   const auto column = [&](int k) { return (lane + k * group) * kVec; };
@@ -104,25 +109,56 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
   float dw[kPacks][kVec] = {}, db[kMean ? kPacks : 1][kVec] = {};
 
-  int64_t n = begin + static_cast<int32_t>(threadIdx.x) / group * kRows;
-  const int32_t step = groups * kRows, turns = static_cast<int32_t>((end - begin + step - 1) / step);
-  for (int32_t turn = 0; turn < turns; ++turn, n += step) {
-    P dys[kRows][kPacks], xs[kRows][kPacks], dresiduals[kRows][kPacks];
-    float mean[kRows], rstd[kRows], sums[kRows * kSums] = {};
+  const auto slot = [&](int32_t turn, int operand, int r, int k) {
+    const int32_t at = (((turn & 1) * kOperands + operand) * kRows + r) * kPacks + k;
+    return copies + at * static_cast<int32_t>(blockDim.x) + static_cast<int32_t>(threadIdx.x);
+  };
+  const auto row_of = [&](int32_t turn, int r) {
+    const int64_t stretch = stretches - 1 - (static_cast<int64_t>(blockIdx.x) + int64_t{turn} * gridDim.x);
+    const int64_t n = stretch * rows_at_once + first_row + r;
+    return stretch >= 0 && n < rows.N ? n : -1;
+  };
+  struct Statistics {
+    float mean[kRows], rstd[kRows];
+  };
+  const auto fetch = [&](int32_t turn, Statistics& statistics) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t n = row_of(turn, r), row = n < 0 ? 0 : rows.offset(n);
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) {
+        if (n < 0 || column(k) >= rows.C) continue;
+        copy_to_shared(slot(turn, 0, r, k), a.dy + row + column(k));
+        copy_to_shared(slot(turn, 1, r, k), a.x + row + column(k));
+        if (a.dresidual != nullptr) copy_to_shared(slot(turn, 2, r, k), a.dresidual + row + column(k));
+      }
+      statistics.mean[r] = kMean && n >= 0 ? __ldg(a.mean + n) : 0.0f;
+      statistics.rstd[r] = n >= 0 ? __ldg(a.rstd + n) : 0.0f;
+    }
+    end_copies();
+  };
+
+  const int32_t turns = (stretches - static_cast<int32_t>(blockIdx.x) + static_cast<int32_t>(gridDim.x) - 1) /
+                        static_cast<int32_t>(gridDim.x);
+  Statistics next;
+  fetch(0, next);
+  for (int32_t turn = 0; turn < turns; ++turn) {
+    const Statistics now = next;
+    fetch(turn + 1, next);
+    wait_for_copies<1>();
+    P dys[kRows][kPacks], xs[kRows][kPacks];
+    float sums[kRows * kSums] = {};
     int64_t row[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const bool active = n + r < end;
-      row[r] = active ? rows.offset(n + r) : -1;
+      const int64_t n = row_of(turn, r);
+      row[r] = n < 0 ? -1 : rows.offset(n);
 #pragma unroll
       for (int k = 0; k < kPacks; ++k) {
-        const bool has = active && column(k) < rows.C;
-        dys[r][k] = has ? P::load(a.dy + row[r] + column(k)) : P::zero();
-        xs[r][k] = has ? P::load(a.x + row[r] + column(k)) : P::zero();
-        if (a.dresidual != nullptr && has) dresiduals[r][k] = P::load(a.dresidual + row[r] + column(k));
+        const bool has = n >= 0 && column(k) < rows.C;
+        dys[r][k] = has ? P{*slot(turn, 0, r, k)} : P::zero();
+        xs[r][k] = has ? P{*slot(turn, 1, r, k)} : P::zero();
       }
-      mean[r] = kMean && active ? __ldg(a.mean + n + r) : 0.0f;
-      rstd[r] = active ? __ldg(a.rstd + n + r) : 0.0f;
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -134,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         if constexpr (!kHeld) load_weights(w, k);
 #pragma unroll
         for (int e = 0; e < kVec; ++e) {
-          const float xhat = (x[e] - mean[r]) * rstd[r];
+          const float xhat = (x[e] - now.mean[r]) * now.rstd[r];
           const float g = dy[e] * (kHeld ? weights[kHeld ? k : 0][e] : w[e]);
           sums[r * kSums] = fmaf(g, xhat, sums[r * kSums]);
           if constexpr (kMean) {
@@ -159,13 +195,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         if constexpr (!kHeld) load_weights(w, k);
 #pragma unroll
         for (int e = 0; e < kVec; ++e) {
-          const float xhat = (x[e] - mean[r]) * rstd[r];
+          const float xhat = (x[e] - now.mean[r]) * now.rstd[r];
           const float g = dy[e] * (kHeld ? weights[kHeld ? k : 0][e] : w[e]);
-          dy[e] = rstd[r] * (g - g_mean - xhat * gx_mean);
+          dy[e] = now.rstd[r] * (g - g_mean - xhat * gx_mean);
         }
         if (a.dresidual != nullptr) {
           float residual[kVec];
-          dresiduals[r][k].get(residual);
+          P{*slot(turn, 2, r, k)}.get(residual);
 #pragma unroll
           for (int e = 0; e < kVec; ++e) dy[e] += residual[e];
         }
@@ -240,16 +276,16 @@ __global__ void __launch_bounds__(1024)
   if (threadIdx.x == 0 && column < C) out[column] = accumulate ? out[column] + total : total;
 }
 
-// How one call is cut: a pure function of sizes.
+// How one call is cut: a pure function of sizes. `rows_at_once`: what a block takes in one turn.
 struct NormBackwardPlan {
   int64_t blocks;  // partial rows
-  int64_t rows_per_block;
+  int64_t stretches;
 };
 
-// `rows_at_once`: what a block takes in one turn. More blocks than fit at once, so that none is late by much.
-inline NormBackwardPlan norm_backward_plan(int64_t N, int64_t rows_at_once) {
-  const int64_t turns = ceil_div(N, rows_at_once * kMaxNormBackwardBlocks);
-  return {ceil_div(N, turns * rows_at_once), turns * rows_at_once};
+// All blocks run at once, and none takes more than one stretch more than another.
+inline NormBackwardPlan norm_backward_plan(int64_t N, int64_t rows_at_once, int64_t most_blocks) {
+  const int64_t stretches = ceil_div(N, rows_at_once);
+  return {ceil_div(stretches, ceil_div(stretches, most_blocks)), stretches};
 }
 
 template <bool kMean, class T>
@@ -264,17 +300,25 @@ KernelError launch_norm_backward(NormBackward<T> a, float* dw, float* db, void* 
   }
   a.dw_partials = static_cast<float*>(workspace);
   NormBackwardPlan plan{};
-  const auto cut = [&](int64_t rows_at_once) {
-    plan = norm_backward_plan(N, rows_at_once);
+  const auto cut = [&](int64_t rows_at_once, int64_t most_blocks) {
+    plan = norm_backward_plan(N, rows_at_once, most_blocks);
     a.db_partials = a.dw_partials + plan.blocks * C;
   };
   constexpr int kVec = kVectorSize<T>;
-  const auto launch = [&](auto num_packs, auto num_rows, auto most_threads, auto blocks_per_sm, int64_t group) {
-    const int64_t threads = group <= 32 ? 256 : group;
-    cut(threads / group * num_rows.value);
-    norm_backward_kernel<T, kVec, num_packs.value, num_rows.value, kMean, most_threads.value, blocks_per_sm.value>
-        <<<static_cast<uint32_t>(plan.blocks), static_cast<uint32_t>(threads), 0, stream_of(stream)>>>(
-            a, rows_of(N, C, layout, group), plan.rows_per_block);
+  const auto launch = [&](auto num_packs, auto num_rows, auto most_threads, auto blocks_per_sm,
+                          int64_t group) -> KernelError {
+    constexpr auto kKernel =
+        norm_backward_kernel<T, kVec, num_packs.value, num_rows.value, kMean, most_threads.value, blocks_per_sm.value>;
+    constexpr int64_t kThreadBytes = 2 * 3 * num_packs.value * num_rows.value * static_cast<int64_t>(sizeof(uint4));
+    static const cudaError_t allowed = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                            static_cast<int>(most_threads.value * kThreadBytes));
+    if (allowed != cudaSuccess) return allowed;
+    const int64_t threads = group <= 32 ? most_threads.value : group;
+    cut(threads / group * num_rows.value, blocks_per_sm.value * kMultiprocessors);
+    kKernel<<<static_cast<uint32_t>(plan.blocks), static_cast<uint32_t>(threads),
+              static_cast<size_t>(threads * kThreadBytes), stream_of(stream)>>>(a, rows_of(N, C, layout, group),
+                                                                                static_cast<int32_t>(plan.stretches));
+    return launch_error();
   };
   constexpr Constant<1> kOne{};
   constexpr Constant<2> kTwo{};
@@ -283,23 +327,26 @@ KernelError launch_norm_backward(NormBackward<T> a, float* dw, float* db, void* 
   const bool vectors =
       C % kVec == 0 && layout.outer_stride % kVec == 0 && aligned16(a.dx, a.dy, a.x, a.dresidual, a.w, workspace);
   const int64_t packs = C / kVec;
-  if (!vectors || packs > 2 * kNormBackwardThreads) {
-    cut(1);
+  KernelError error = kKernelOk;
+  if (!vectors || packs > 2 * kNormBackwardThreads || N > INT32_MAX) {
+    cut(1, kMaxNormBackwardBlocks);
     norm_backward_wide_kernel<T, kMean>
         <<<static_cast<uint32_t>(plan.blocks), kNormBackwardThreads, 0, stream_of(stream)>>>(
-            a, rows_of(N, C, layout, kNormBackwardThreads), plan.rows_per_block);
+            a, rows_of(N, C, layout, kNormBackwardThreads), ceil_div(N, plan.blocks));
+    error = launch_error();
   } else if (packs <= 32) {
-    launch(kOne, Constant<4>{}, kQuarter, kTwo, lanes_for(packs));
+    error = launch(kOne, Constant<4>{}, kQuarter, kTwo, lanes_for(packs));
   } else if (packs <= 64) {
-    launch(kTwo, kTwo, kQuarter, kTwo, 32);
+    error = launch(kTwo, kTwo, kQuarter, kTwo, 32);
   } else if (packs <= 96) {
-    launch(Constant<3>{}, kOne, kQuarter, kTwo, 32);
+    error = launch(Constant<3>{}, kOne, kQuarter, kTwo, 32);
   } else if (packs <= 256) {
-    launch(kOne, Constant<4>{}, kQuarter, kTwo, round_up(packs, 32));
+    error = launch(kOne, Constant<4>{}, kQuarter, kTwo, round_up(packs, 32));
+  } else if (packs <= 512) {
+    error = launch(kTwo, kTwo, kQuarter, kTwo, round_up(ceil_div(packs, 2), 32));
   } else {
-    launch(kTwo, kTwo, kHalf, kOne, round_up(ceil_div(packs, 2), 32));
+    error = launch(kTwo, kTwo, kHalf, kOne, round_up(ceil_div(packs, 2), 32));
   }
-  const KernelError error = launch_error();
   if (error != kKernelOk) return error;
   const dim3 grid(static_cast<uint32_t>(ceil_div(C, 32)), kMean ? 2 : 1);
   return launch_overlapped(sum_partials_kernel, grid, dim3(32, 32), stream_of(stream), 0, dw, db, a.dw_partials,
