@@ -13,7 +13,7 @@ namespace kintsugi::launch {
 struct StepTimes {
   int64_t data_ns = 0;
   int64_t compute_ns = 0;  // forward and backward, the collectives that they hide included
-  int64_t exposed_ns = 0;  // waiting for the sums that backward did not hide
+  int64_t exposed_ns = 0;  // waiting for sums, gathered weights and buffers that computation did not hide
   int64_t vote_ns = 0;
   int64_t update_ns = 0;
   int64_t snapshot_ns = 0;  // copy, and waiting for a free slot

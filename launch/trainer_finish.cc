@@ -99,7 +99,7 @@ StepTimes TrainerImpl::step_times() {
   const int64_t now_ns = monotonic_ns();
   const StepTimes times{.data_ns = timeline_.total_ns("fetch"),
                         .compute_ns = timeline_.total_ns("forward and backward"),
-                        .exposed_ns = timeline_.total_ns("wait for sums"),
+                        .exposed_ns = timeline_.total_ns("wait for sums") + parallel_->waited_ns(),
                         .vote_ns = timeline_.total_ns("vote"),
                         .update_ns = timeline_.total_ns("update"),
                         .snapshot_ns = timeline_.total_ns("snapshot"),

@@ -31,6 +31,7 @@ class FullyShardedImpl final : public FullySharded {
     for (const runtime::UnitInfo& unit : table.units()) {
       forward_names_.push_back("forward " + unit.name);
       backward_names_.push_back("backward " + unit.name);
+      wait_names_.push_back("wait for " + unit.name);
     }
     acquired_ns_.assign(table.units().size(), 0);
   }
@@ -71,6 +72,7 @@ class FullyShardedImpl final : public FullySharded {
   Status update_ahead(const kernels::AdamWScalars* scalars, Stream& stream) override;
   Status settle(Stream& stream, Deadline deadline) override;
   void set_probe(std::function<Status(StepPoint)> probe) override { probe_ = std::move(probe); }
+  int64_t waited_ns() const override { return waited_ns_; }
   void set_timelines(trace::Timeline* units, trace::Timeline* collectives) override {
     unit_timeline_ = units;
     gather_.set_timeline(collectives);
@@ -97,6 +99,8 @@ class FullyShardedImpl final : public FullySharded {
   }
   Status at(StepPoint point) { return probe_ ? probe_(point) : ok_status(); }
   Status progress();
+  // `call` keeps the host waiting, on the CPU.
+  Status wait(std::function<Status()> call);
   Status bring_vectors(bool first_of_step, Stream& stream);
   Status update_part(int part, const kernels::AdamWScalars* scalars, Stream& stream);
   void weights_differ();
@@ -132,8 +136,9 @@ class FullyShardedImpl final : public FullySharded {
   std::vector<bool> held_;    // by unit: its gradient's slot has been handed out in this micro-step
   std::function<Status(StepPoint)> probe_;
   trace::Timeline* unit_timeline_ = nullptr;
-  std::vector<std::string> forward_names_, backward_names_;
+  std::vector<std::string> forward_names_, backward_names_, wait_names_;
   std::vector<int64_t> acquired_ns_;
+  int64_t waited_ns_ = 0;
 };
 
 Status FullyShardedImpl::allocate(comm::SymmetricHeap& heap, Stream& stream) {
@@ -214,6 +219,7 @@ void FullyShardedImpl::begin_step(const BatchLayout& layout) {
   layout_ = layout;
   if (!std::exchange(between_steps_, false)) traffic_ = {};
   reduced_any_ = false;
+  waited_ns_ = 0;
   reduce_.begin_step();
   begin_micro_step(0);
 }
@@ -254,6 +260,7 @@ Status FullyShardedImpl::progress() {
 Result<runtime::UnitAccess::Weights> FullyShardedImpl::acquire(int unit, Stream& stream) {
   KTG_RETURN_IF_ERROR(progress());
   if (unit == table_.num_units() / 2 && !in_backward_) KTG_RETURN_IF_ERROR(at(StepPoint::kForward));
+  const int64_t began_ns = unit_timeline_ == nullptr ? 0 : monotonic_ns();
   KTG_RETURN_IF_ERROR(bring_vectors(unit == 0 && !in_backward_ && !head_held_ && micro_step_ == 0, stream));
   // Inside the head's hold a tied table is acquired again: nothing follows it there. The embedding's backward reads no
   // weights.
@@ -263,10 +270,14 @@ Result<runtime::UnitAccess::Weights> FullyShardedImpl::acquire(int unit, Stream&
   if (plan_.num_shards > 1) {
     gather_.hold(unit);
     if (!gather_.may_come_ahead(next)) next = -1;
-    KTG_RETURN_IF_ERROR(outside([this, unit, next, &stream] { return gather_.bring(unit, next, stream, patience()); }));
+    KTG_RETURN_IF_ERROR(wait([this, unit, next, &stream] { return gather_.bring(unit, next, stream, patience()); }));
   }
   const void* compute = gather_.weights(unit);
-  if (unit_timeline_ != nullptr) acquired_ns_[static_cast<size_t>(unit)] = monotonic_ns();
+  if (unit_timeline_ != nullptr) {
+    const auto i = static_cast<size_t>(unit);
+    acquired_ns_[i] = monotonic_ns();
+    unit_timeline_->add(wait_names_[i].c_str(), began_ns, acquired_ns_[i]);
+  }
   if (!plan_.rounded) return Weights{static_cast<const float*>(compute), compute};
   if (vectors_.empty()) return Weights{state_.weights + plan_.shards[unit].local_begin, compute};
   return Weights{nullptr, compute, vectors_.of_unit(unit)};
@@ -291,7 +302,7 @@ Result<runtime::UnitAccess::Gradients> FullyShardedImpl::gradients(int unit, Str
   const bool accumulate = !plan_.every_step && micro_step_ > 0;
   if (!held_[i] && !accumulate) {
     const auto take = [this, unit, &stream] { return reduce_.take_slot(unit, stream, patience()); };
-    KTG_RETURN_IF_ERROR(plan_.one_rank ? take() : outside(take));
+    KTG_RETURN_IF_ERROR(plan_.one_rank ? take() : wait(take));
   }
   held_[i] = true;
   return Gradients{reduce_.slot(unit), accumulate};
@@ -314,10 +325,18 @@ Status FullyShardedImpl::gradients_ready(int unit, Stream& stream) {
 
 Status FullyShardedImpl::finish_reduce(Stream& stream, Deadline deadline) { return reduce_.finish(stream, deadline); }
 
+Status FullyShardedImpl::wait(std::function<Status()> call) {
+  if (backend_.asynchronous()) return outside(std::move(call));
+  const int64_t began_ns = monotonic_ns();
+  KTG_RETURN_IF_ERROR(call());
+  waited_ns_ += monotonic_ns() - began_ns;
+  return ok_status();
+}
+
 // A recording brings them whatever is known now: replays follow updates.
 Status FullyShardedImpl::bring_vectors(bool first_of_step, Stream& stream) {
   if (vectors_.known() && !(recording() && first_of_step && !vectors_.empty())) return ok_status();
-  KTG_RETURN_IF_ERROR(outside([this, &stream] { return vectors_.receive(stream, patience()); }));
+  KTG_RETURN_IF_ERROR(wait([this, &stream] { return vectors_.receive(stream, patience()); }));
   return vectors_.unpack(stream);
 }
 

@@ -97,7 +97,10 @@ class ParallelMode : public runtime::UnitAccess {
   // later generations. Null: nobody records.
   using Outside = std::function<Status(std::function<Status()> call)>;
   void set_outside(Outside outside) { outside_ = std::move(outside); }
-  // Where the spans of units ("forward block.0") and of collectives in flight go; null: nowhere.
+  // Host time of this step that forward and backward spent waiting for weights and for buffers. On a device the host
+  // does not wait, and what its streams wait for is in its trace.
+  virtual int64_t waited_ns() const { return 0; }
+  // Where the spans of units ("forward block.0", "wait for block.0") and of collectives in flight go; null: nowhere.
   virtual void set_timelines(trace::Timeline* units, trace::Timeline* collectives) = 0;
 
  protected:

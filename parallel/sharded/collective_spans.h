@@ -19,12 +19,14 @@ class CollectiveSpans {
   }
   // Null: nowhere. The timeline keeps pointers to names that live as long as this.
   void set_timeline(trace::Timeline* timeline) { timeline_ = timeline; }
-  void issued(int unit) {
-    if (timeline_ != nullptr) issued_ns_[static_cast<size_t>(unit)] = monotonic_ns();
-  }
+  // Noted always: what a step issues may be completed in a later one that is traced.
+  void issued(int unit) { issued_ns_[static_cast<size_t>(unit)] = monotonic_ns(); }
   void completed(int unit) {
-    if (timeline_ == nullptr) return;
     const auto u = static_cast<size_t>(unit);
+    if (timeline_ == nullptr) {
+      issued_ns_[u] = 0;
+      return;
+    }
     const int64_t end_ns = monotonic_ns();
     const int64_t before_ns = timeline_->spans().empty() ? 0 : timeline_->spans().back().end_ns;
     if (issued_ns_[u] > 0) timeline_->add(names_[u].c_str(), std::max(issued_ns_[u], before_ns), end_ns);
@@ -34,7 +36,7 @@ class CollectiveSpans {
  private:
   trace::Timeline* timeline_ = nullptr;
   std::vector<std::string> names_;
-  std::vector<int64_t> issued_ns_;  // by unit; 0: not issued while a timeline was set
+  std::vector<int64_t> issued_ns_;  // by unit; 0: not under way
 };
 
 }  // namespace kintsugi::parallel
