@@ -45,11 +45,10 @@ struct DecodeStep {
   const void* head;         // (V, C)
   const float* norm;        // (C): the last one
   float eps;
-  const int32_t* ids;            // (N)
-  void *qkv, *o, *branch, *act;  // scratch: (N, (H + 2 K) D), (N, H D), (N, C), (N, F)
+  const int32_t* ids;           // (N)
   const int32_t* block_tables;   // as PagedAttentionKernels::decode
   const int32_t* context_lens;   // likewise
-  PagedShape shape;              // S = N; strides as those of qkv and o
+  PagedShape shape;             // S = N; strides are not looked at
   const float* cos_sin;          // as DecodeRotation
   const int32_t* positions;      // likewise
   const int64_t* slots;          // likewise
@@ -71,13 +70,14 @@ struct DecodeLayerKernels {
                            void* workspace, StreamHandle stream);
   // Whether step() takes these sizes: null pointers in `sizes` are not looked at.
   bool (*step_applies)(const DecodeStep& sizes);
+  // For as many rows or fewer; 0 where it takes none of them. Memory that holds zeros before its first use, and is
+  // nobody else's.
+  int64_t (*step_workspace_bytes)(const DecodeStep& sizes);
   // logits (N, V) of a step: embedding, L layers, norm and head, with the bits of the calls above one by one. Uses the
-  // whole device until it is done. `workspace` as attention()'s.
+  // whole device until it is done.
   KernelError (*step)(void* logits, const DecodeStep& step, void* workspace, StreamHandle stream);
 };
 
-namespace cuda {
-const DecodeLayerKernels& decode_layer();
-}
+namespace cuda { const DecodeLayerKernels& decode_layer(); }
 
 }  // namespace kintsugi::kernels

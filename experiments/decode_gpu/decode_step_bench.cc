@@ -123,8 +123,6 @@ void fill(Problem* p, const Shape& s, Pool& pool) {
   step.norm = pool.take<float>(4 * s.C);
   step.eps = 1e-5f;
   step.ids = upload<int32_t>(pool, {5});
-  step.qkv = pool.take(2 * QKV), step.o = pool.take(2 * s.H * s.D);
-  step.branch = pool.take(2 * s.C), step.act = pool.take(2 * s.F);
   step.block_tables = upload(pool, table);
   step.context_lens = upload<int32_t>(pool, {static_cast<int32_t>(kContext)});
   step.shape = {1, s.H, s.K, s.D, kBlockTokens, width, QKV, s.H * s.D, 0.1f};
@@ -132,8 +130,7 @@ void fill(Problem* p, const Shape& s, Pool& pool) {
   step.positions = upload<int32_t>(pool, {static_cast<int32_t>(kContext - 1)});
   step.slots = upload<int64_t>(pool, {table.back() * kBlockTokens + kBlockTokens - 1});
   p->logits = pool.take(2 * s.V);
-  const int64_t workspace_bytes =
-      kernels::cuda::paged_attention().decode_workspace_bytes(step.shape, kernels::DType::kBF16);
+  const int64_t workspace_bytes = kernels::cuda::decode_step_workspace_bytes(step);
   p->workspace = pool.take(workspace_bytes);
   cudaMemset(p->workspace, 0, static_cast<size_t>(workspace_bytes));
   p->floor_ms = static_cast<double>(matrix_bytes(s) + 2 * s.L * 2 * kContext * s.K * s.D) / kCopyBytesPerSecond * 1e3;

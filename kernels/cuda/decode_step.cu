@@ -2,11 +2,11 @@
 //   N tokens   C width   H, K, D heads, key/value heads, head size   F feed-forward width   V vocabulary   L layers
 //
 // Each block has its share of the rows of every matrix. One warp keeps the weights of all of them coming in the order
-// in which they are needed (weight_stream.cuh); it waits for nothing but room. Eight warps do the rest: between
-// operations all blocks wait for each other (grid_barrier.cuh), and what each block then needs whole, it makes for
-// itself: the residual stream, which it keeps in shared memory, and its norm. Attention is cut as paged_decode.cuh cuts
-// it. Sums are taken in the order of gemv.cu, decode_norm.cuh and paged_decode.cuh, so the bits are those of their
-// launches.
+// in which they are needed (weight_stream.cuh); it waits for nothing but room. Eight warps do the rest: what an
+// operation makes goes to all blocks word by word (words.cuh), without a barrier, and what each block then needs whole,
+// it makes for itself: the residual stream, which it keeps in shared memory, and its norm. Attention is cut as
+// paged_decode.cuh cuts it. Sums are taken in the order of gemv.cu, decode_norm.cuh and paged_decode.cuh, so the bits
+// are those of their launches.
 #include <algorithm>
 
 #include "kernels/cuda/decode_step_arguments.cuh"
@@ -40,9 +40,9 @@ struct Product {
 
   __device__ Product(const void* matrix, int inputs, int outputs, bool pairs)
       : w(static_cast<const __nv_bfloat16*>(matrix)), I(inputs), O(outputs), swiglu(pairs) {
-    const unsigned b = blockIdx.x, blocks = gridDim.x, rows = static_cast<unsigned>(O);
-    begin = static_cast<int>(rows * b / blocks);
-    end = static_cast<int>(rows * (b + 1) / blocks);
+    const unsigned b = blockIdx.x, blocks = gridDim.x, pairs_of_rows = static_cast<unsigned>(O) / 2;
+    begin = static_cast<int>(2 * (pairs_of_rows * b / blocks));
+    end = b + 1 == blocks ? O : static_cast<int>(2 * (pairs_of_rows * (b + 1) / blocks));
   }
   __device__ int outputs_of_tile() const { return swiglu ? kTileRows / 2 : kTileRows; }
   // Rows of w in the upper half of the tile that begins with output `first`, and in its lower half.
@@ -109,7 +109,7 @@ class Step {
         warp_(static_cast<int>(threadIdx.x) / 32),
         r_(static_cast<int>(threadIdx.x) % 32 / 4),
         c_(static_cast<int>(threadIdx.x) % 4),
-        grid_(a.arrived, a.report) {}
+        launches_(*a.launches) {}
 
   // Each kind of work stands here once: the code of a step that is laid out operation by operation does not fit the
   // instruction caches.
@@ -120,26 +120,21 @@ class Step {
       for (int kind = 0; kind < kOperations; ++kind) {
         const Product p = product(a_, l, kind);
         if (kind == kAttention) {
-          attend<kChunks>(a_, l, grid_, operation_, scratch_);
+          attend<kChunks>(a_, l, exchange_of(l), operation_, scratch_);
         } else {
+          const StepWords& words = a_.words;
           if (kind == kO || kind == kDown) {
-            take(kind == kO ? a_.o : a_.act, p.I);
+            take(kind == kO ? words.o : words.act, p.I, exchange_of(l));
+          } else if (kind == kUp) {
+            normalize(a_.layers[l].norm2, words.branch[0], exchange_of(l));
           } else {
-            normalize(l == a_.L      ? a_.norm
-                      : kind == kQkv ? a_.layers[l].norm1
-                                     : a_.layers[l].norm2,
-                      l > 0 || kind == kUp);
+            normalize(l == a_.L ? a_.norm : a_.layers[l].norm1, l == 0 ? nullptr : words.branch[1], exchange_of(l - 1));
           }
-          multiply(p,
-                   l == a_.L      ? a_.logits
-                   : kind == kQkv ? a_.qkv
-                   : kind == kUp  ? a_.act
-                                  : a_.branch,
-                   l < a_.L && kind == kQkv ? a_.layers[l].qkv_b : nullptr);
+          Word* const y = kind == kQkv ? words.qkv : kind == kUp ? words.act : words.branch[kind == kO ? 0 : 1];
+          multiply(p, l == a_.L ? nullptr : y, l < a_.L && kind == kQkv ? a_.layers[l].qkv_b : nullptr, exchange_of(l));
           if (l == a_.L) return;
         }
         ++operation_;
-        arrive();
       }
     }
   }
@@ -147,9 +142,8 @@ class Step {
  private:
   __device__ int row_stride(int I) const { return I + 8; }  // so that rows lie in other banks
 
-  __device__ void arrive() {
-    barrier_();
-    if (threadIdx.x == 0) grid_.arrive();
+  __device__ uint32_t exchange_of(int l) const {
+    return launches_ * static_cast<uint32_t>(a_.L) + static_cast<uint32_t>(l) + 1;
   }
   // Rows of the token table are the first residual stream.
   __device__ void embed() {
@@ -161,36 +155,47 @@ class Step {
     }
   }
 
-  // Stream += branch, once all blocks have made their parts of it; x_ = its norm.
-  __device__ void normalize(const float* weights, bool with_branch) {
-    const DecodeNormArguments norm{stream_, stream_, with_branch ? a_.branch : nullptr, weights, a_.eps};
-    const NormWeights first(norm, a_.C);
-    if (with_branch) wait_for_blocks(grid_);
-    stamp(a_, operation_, 0, clock64());
-    normalize_rows(x_, row_stride(a_.C), norm, first, 0, a_.N, a_.C, true, barrier_);
+  // Stream += branch, which all blocks make together, where there is one; x_ = its norm.
+  __device__ void normalize(const float* weights, const Word* branch, uint32_t exchange) {
+    const NormWeights first({.weights = weights}, a_.C);
+    for (int n = 0; n < a_.N; ++n) {
+      __nv_bfloat16 *const x = x_ + n * row_stride(a_.C), *const stream = stream_ + n * a_.C;
+      if (branch != nullptr) receive_branch(x, branch + static_cast<int64_t>(n) * (a_.C / 2), exchange);
+      if (n == 0) stamp(a_, operation_, 0, clock64());
+      const DecodeNormArguments norm{stream, stream, branch == nullptr ? nullptr : x, weights, a_.eps};
+      normalize_rows(x, 0, norm, first, 0, 1, a_.C, true, barrier_);
+    }
     stamp(a_, operation_, 1, clock64());
   }
-  // x_ = rows of other blocks.
-  __device__ void take(const __nv_bfloat16* from, int I) {
-    wait_for_blocks(grid_);
-    stamp(a_, operation_, 0, clock64());
-    constexpr int kAtOnce = 8;  // pieces of a thread
-    const int pieces = I / 8;
-    for (int n = 0; n < a_.N; ++n) {
-      const auto* const row = reinterpret_cast<const uint4*>(from + static_cast<int64_t>(n) * I);
-      auto* const to = reinterpret_cast<uint4*>(x_ + n * row_stride(I));
-      for (int first = static_cast<int>(threadIdx.x); first < pieces; first += kAtOnce * kThreads) {
-        uint4 values[kAtOnce];
+  // Each thread the columns that normalize_rows() has it normalise: eight, four words, at a time.
+  __device__ void receive_branch(__nv_bfloat16* x, const Word* from, uint32_t exchange) {
+    constexpr int kAtOnce = 2;
+    const int pieces = a_.C / 8;
+    for (int base = static_cast<int>(threadIdx.x); base < pieces; base += kAtOnce * kThreads) {
+      WordPair pairs[2 * kAtOnce];
+      const auto exists = [&](int i) { return base + i / 2 * kThreads < pieces; };
+      const auto at = [&](int i) { return from + 4 * (base + i / 2 * kThreads) + i % 2 * 2; };
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          if (first + i * kThreads < pieces) values[i] = __ldcg(row + first + i * kThreads);
-        }
+      for (int i = 0; i < 2 * kAtOnce; ++i) {
+        if (exists(i)) pairs[i] = WordPair::look(at(i));
+      }
+      receive(pairs, exchange, a_.report, kWaitBranch, exists, at);
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          if (first + i * kThreads < pieces) to[first + i * kThreads] = values[i];
-        }
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (!exists(2 * i)) continue;
+        const uint2 low = pairs[2 * i].data(), high = pairs[2 * i + 1].data();
+        *reinterpret_cast<uint4*>(x + 8 * (base + i * kThreads)) = make_uint4(low.x, low.y, high.x, high.y);
       }
     }
+  }
+  // x_ = rows that all blocks make together.
+  __device__ void take(const Word* from, int I, uint32_t exchange) {
+    for (int n = 0; n < a_.N; ++n) {
+      __nv_bfloat16* const x = x_ + n * row_stride(I);
+      receive_all<8>(from + static_cast<int64_t>(n) * (I / 2), I / 4, static_cast<int>(threadIdx.x), kThreads, exchange,
+                     a_.report, kWaitRow, [&](int i, uint2 data) { *reinterpret_cast<uint2*>(x + 4 * i) = data; });
+    }
+    stamp(a_, operation_, 0, clock64());
     barrier_();
     stamp(a_, operation_, 1, clock64());
   }
@@ -205,8 +210,8 @@ class Step {
     return total;
   }
 
-  // y (N, O) = x_ w^T + bias, this block's rows of w.
-  __device__ void multiply(const Product& p, __nv_bfloat16* y, const float* bias) {
+  // y (N, O) = x_ w^T + bias, this block's rows of w. Without words the logits.
+  __device__ void multiply(const Product& p, Word* y, const float* bias, uint32_t exchange) {
     const int I = p.I;
     const __nv_bfloat16* const x = x_ + r_ * row_stride(I) + warp_ * 128 + 8 * c_;
     SlotReader reader = reader_;
@@ -218,7 +223,12 @@ class Step {
       keep(acc, tiles++);
       if (tiles == kTilesTogether || first + p.outputs_of_tile() >= p.end) {
         barrier_();
-        finish_rows(p, from, min(p.end, from + tiles * p.outputs_of_tile()), y, bias);
+        const int to = min(p.end, from + tiles * p.outputs_of_tile());
+        if (y == nullptr) {
+          finish_logits(p, from, to);
+        } else {
+          finish_rows(p, from, to, y, bias, exchange);
+        }
         half_ ^= 1;
         tiles = 0;
         from = first + p.outputs_of_tile();
@@ -257,20 +267,29 @@ class Step {
       if (n < a_.N) sum(warp_, n, tile * kTileRows + r_ + 8 * (e / 2)) = acc[e];
     }
   }
-  __device__ void finish_rows(const Product& p, int begin, int end, __nv_bfloat16* y, const float* bias) {
+  // Output `at` of those whose sums wait, the first of which is output `begin`.
+  __device__ float output(const Product& p, int n, int begin, int at, const float* bias) {
+    if (p.swiglu) {
+      const int row = at / kSlotRows * kTileRows + at % kSlotRows;
+      const float gate = bf16_rounded(joined(n, row));  // as when the product is a launch of its own
+      return gate / (1.0f + expf(-gate)) * bf16_rounded(joined(n, row + kSlotRows));
+    }
+    const float value = joined(n, at);
+    return bias == nullptr ? value : value + bias[begin + at];
+  }
+  __device__ void finish_rows(const Product& p, int begin, int end, Word* y, const float* bias, uint32_t exchange) {
+    const int words = (end - begin) / 2;
+    for (int i = static_cast<int>(threadIdx.x); i < words * a_.N; i += kThreads) {
+      const int n = i / words, at = 2 * (i % words);
+      const uint32_t pair = pack_bf16(output(p, n, begin, at, bias), output(p, n, begin, at + 1, bias));
+      send(y + (static_cast<int64_t>(n) * p.O + begin + at) / 2, pair, exchange);
+    }
+  }
+  __device__ void finish_logits(const Product& p, int begin, int end) {
     const int count = end - begin;
     for (int i = static_cast<int>(threadIdx.x); i < count * a_.N; i += kThreads) {
-      const int n = i / count, at = i % count, o = begin + at;
-      float value;
-      if (p.swiglu) {
-        const int row = at / kSlotRows * kTileRows + at % kSlotRows;
-        const float gate = bf16_rounded(joined(n, row));
-        value = gate / (1.0f + expf(-gate)) * bf16_rounded(joined(n, row + kSlotRows));
-      } else {
-        value = joined(n, at);
-        if (bias != nullptr) value += bias[o];
-      }
-      y[static_cast<int64_t>(n) * p.O + o] = __float2bfloat16_rn(value);
+      const int n = i / count, at = i % count;
+      a_.logits[static_cast<int64_t>(n) * p.O + begin + at] = __float2bfloat16_rn(output(p, n, begin, at, nullptr));
     }
   }
 
@@ -281,7 +300,7 @@ class Step {
   __nv_bfloat16* const x_;
   char* const scratch_;  // of attention: where x_ lies
   const int warp_, r_, c_;
-  GridBarrier grid_;
+  const uint32_t launches_;
   const MultiplyBarrier barrier_{};
   int half_ = 0;  // of sums_
   int operation_ = 0;
@@ -300,6 +319,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) decode_step_kernel(const __g
     request_weights(a, SlotWriter(barriers, slots, a.slots, a.window, a.report));
   } else {
     Step<kChunks>(a, shared, SlotReader(&barriers, slots, a.slots, a.report)).run();
+    if (threadIdx.x == 0 && blockIdx.x == 0) ++*a.launches;  // all blocks have sent something, and so read it
   }
 }
 
@@ -311,13 +331,30 @@ SharedPlan plan_shared(int64_t N, int64_t C, int64_t F, int64_t HD, int64_t D) {
   SharedPlan plan{};
   plan.stream_at = Sums::bytes(N);
   plan.x_at = round_up(plan.stream_at + N * C * 2, 128);
-  const int64_t attention = D <= 64 ? sizeof(RotatedRows<64>) + sizeof(DecodeShared<64>)
-                                    : sizeof(RotatedRows<128>) + sizeof(DecodeShared<128>);
+  const int64_t attention = D <= 64 ? sizeof(AttendShared<64>) : sizeof(AttendShared<128>);
   plan.slots_at = round_up(plan.x_at + std::max(N * (std::max({C, F, HD}) + 8) * 2, attention), 128);
   plan.slots = std::clamp<int64_t>((kSharedBytes - plan.slots_at) / kSlotBytes, 0, kMaxSlots);
   return plan;
 }
 SharedPlan plan_of(const DecodeStep& s) { return plan_shared(s.shape.S, s.C, s.F, s.shape.H * s.shape.D, s.shape.D); }
+
+// Bytes of the workspace, whose first 256 hold the number of launches; where the words lie in it. All of it but those
+// is words of earlier launches, whatever their sizes.
+int64_t plan_words(const DecodeStep& s, char* workspace, StepWords* words) {
+  const PagedShape& p = s.shape;
+  int64_t at = 256;
+  const auto take = [&](int64_t count) {
+    Word* const here = workspace == nullptr ? nullptr : reinterpret_cast<Word*>(workspace + at);
+    at += round_up(p.S * count * 8, 256);
+    return here;
+  };
+  words->qkv = take((p.H + 2 * p.K) * p.D / 2);
+  words->o = take(p.H * p.D / 2);
+  words->act = take(s.F / 2);
+  for (Word*& branch : words->branch) branch = take(s.C / 2);
+  words->parts = take(p.H * most_paged_splits(p) * (p.D + 2));
+  return at;
+}
 
 bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
@@ -331,8 +368,7 @@ bool pointers_fit(const DecodeStep& s) {
     }
     if ((layer.q_norm == nullptr) != (layer.k_norm == nullptr)) return false;
   }
-  return is_aligned(s.token_table) && is_aligned(s.head) && is_aligned(s.norm) && is_aligned(s.qkv) &&
-         is_aligned(s.o) && is_aligned(s.branch) && is_aligned(s.act);
+  return is_aligned(s.token_table) && is_aligned(s.head) && is_aligned(s.norm);
 }
 
 cudaError_t multiprocessors(int* count) {
@@ -346,9 +382,11 @@ KernelError launch(const StepArguments& a, int64_t shared_bytes, StreamHandle st
   static constexpr auto kKernel = decode_step_kernel<kChunks>;
   static const cudaError_t allowed = allow_shared_memory(kKernel, kSharedBytes);
   if (allowed != cudaSuccess) return allowed;
-  static int blocks = 0;
-  static const cudaError_t counted = multiprocessors(&blocks);
+  static int most_blocks = 0;
+  static const cudaError_t counted = multiprocessors(&most_blocks);
   if (counted != cudaSuccess) return counted;
+  // Each has two rows of every matrix but o's and the head's at least (StepWords).
+  const int blocks = std::min(most_blocks, std::min({a.QKV, a.C, a.F}) / 2);
   // Refused when not all blocks are on the device at once.
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeCooperative;
@@ -374,16 +412,25 @@ bool decode_step_applies(const DecodeStep& s) {
   return plan_of(s).slots >= kMinSlots;
 }
 
+int64_t decode_step_workspace_bytes(const DecodeStep& sizes) {
+  StepWords words;
+  int64_t most = 0;
+  DecodeStep s = sizes;
+  for (s.shape.S = 1; s.shape.S <= std::min(sizes.shape.S, kMaxStepRows); ++s.shape.S) {
+    if (decode_step_applies(s)) most = std::max(most, plan_words(s, nullptr, &words));
+  }
+  return most;
+}
+
 KernelError decode_step(void* logits, const DecodeStep& s, void* workspace, const DecodeStepTuning& tuning,
                         StreamHandle stream) {
   const PagedShape& shape = s.shape;
   const int64_t HD = shape.H * shape.D, QKV = (shape.H + 2 * shape.K) * shape.D;
-  if (!decode_step_applies(s) || !pointers_fit(s) || workspace == nullptr || shape.q_stride != QKV ||
-      shape.o_stride != HD) {
+  if (!decode_step_applies(s) || !pointers_fit(s) || workspace == nullptr) {
     return cudaErrorInvalidValue;
   }
   PagedLaunch paged;
-  if (const KernelError error = prepare_paged(&paged, s.o, s.qkv, s.layers[0].k_cache, s.layers[0].v_cache,
+  if (const KernelError error = prepare_paged(&paged, nullptr, nullptr, s.layers[0].k_cache, s.layers[0].v_cache,
                                               s.block_tables, s.context_lens, shape, DType::kBF16, workspace);
       error != kKernelOk) {
     return error;
@@ -393,15 +440,12 @@ KernelError decode_step(void* logits, const DecodeStep& s, void* workspace, cons
   StepArguments a{};
   std::copy_n(s.layers, s.L, a.layers);
   a.logits = static_cast<__nv_bfloat16*>(logits);
-  a.qkv = static_cast<__nv_bfloat16*>(s.qkv);
-  a.o = static_cast<__nv_bfloat16*>(s.o);
-  a.branch = static_cast<__nv_bfloat16*>(s.branch);
-  a.act = static_cast<__nv_bfloat16*>(s.act);
   a.token_table = static_cast<const __nv_bfloat16*>(s.token_table);
   a.head = static_cast<const __nv_bfloat16*>(s.head);
   a.norm = s.norm;
   a.ids = s.ids;
-  a.arrived = reinterpret_cast<unsigned long long*>(static_cast<unsigned*>(workspace) + kCounters);
+  a.launches = static_cast<uint32_t*>(workspace);
+  (void)plan_words(s, static_cast<char*>(workspace), &a.words);
   a.attention = paged.arguments;
   a.attention.rotation = {nullptr, nullptr, s.eps, s.cos_sin, s.positions, s.slots};
   a.items_x = static_cast<int>(paged.grid.x);

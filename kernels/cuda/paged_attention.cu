@@ -31,8 +31,9 @@ int64_t split_positions(const PagedShape& s) {
   return std::clamp(kManyPositions * (s.S * s.K * head_groups(s)) / 256, kFewPositions, kManyPositions);
 }
 
-// At most this many splits for contexts of any length.
-int64_t most_splits(const PagedShape& s) {
+}  // namespace
+
+int64_t most_paged_splits(const PagedShape& s) {
   const int64_t groups = s.K * head_groups(s);
   if (s.S > kFewSequences) {
     return s.S * groups > kCounters ? 1 : std::clamp<int64_t>(kMostPartsOfMany / s.S, 1, kMaxSplits);
@@ -40,16 +41,18 @@ int64_t most_splits(const PagedShape& s) {
   return std::clamp<int64_t>((kBlocksForOneSequence + groups - 1) / groups, 1, kMaxSplits);
 }
 
+namespace {
+
 int64_t num_splits(const PagedShape& s) {
   const int64_t context = s.block_table_width * s.kv_block_tokens, positions = split_positions(s);
-  return std::clamp<int64_t>((context + positions - 1) / positions, 1, most_splits(s));
+  return std::clamp<int64_t>((context + positions - 1) / positions, 1, most_paged_splits(s));
 }
 
 int64_t decode_workspace_bytes(const PagedShape& s, DType) {
   PagedShape few = s;
   few.S = std::min(s.S, kFewSequences);
-  const int64_t parts = std::max(few.S * most_splits(few), kMostPartsOfMany);
-  return (kCounters + kStepCounters) * 4 + parts * s.H * (8 + s.D * 4) + 8;
+  const int64_t parts = std::max(few.S * most_paged_splits(few), kMostPartsOfMany);
+  return kCounters * 4 + parts * s.H * (8 + s.D * 4) + 8;
 }
 
 // 16-byte loads need it of every row.
@@ -79,7 +82,7 @@ KernelError prepare_paged(PagedLaunch* launch, void* o, const void* q, const voi
   a.context_lens = context_lens;
   if (splits > 1) {
     a.counters = static_cast<unsigned*>(workspace);
-    a.partial_ml = reinterpret_cast<float2*>(a.counters + kCounters + kStepCounters);
+    a.partial_ml = reinterpret_cast<float2*>(a.counters + kCounters);
     a.partial = reinterpret_cast<float*>(a.partial_ml + (s.S * s.H * splits + 1) / 2 * 2);  // 16-byte aligned
   }
   a.H = static_cast<int>(s.H);
@@ -207,7 +210,8 @@ const PagedAttentionKernels& paged_attention() {
 }
 
 const DecodeLayerKernels& decode_layer() {
-  static constexpr DecodeLayerKernels kTable{layer_applies, norm_gemv, rotate_and_decode, decode_step_applies, step};
+  static constexpr DecodeLayerKernels kTable{
+      layer_applies, norm_gemv, rotate_and_decode, decode_step_applies, decode_step_workspace_bytes, step};
   return kTable;
 }
 

@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kDecodeThreads) paged_decode_bf16_kernel(const
   if constexpr (kRotate) {
     const RotationOfLane<64 * kChunks> rotation(a.rotation, item.sequence, a.D);
     wait_for_previous();  // for q, k and v of the new token; the rest has been there for long
-    rotate_rows(rows, rotation, a, item, writes);
+    rotate_rows(rows, rotation, RawRows::of(a, item), a, item, writes);
     q_row = rows.q[r];
   }
 #pragma unroll

@@ -6,7 +6,6 @@
 
 #include <cstdint>
 
-#include "kernels/cuda/decode_norm.cuh"
 #include "kernels/decode_layer.h"
 #include "kernels/paged_attention.h"
 
@@ -18,8 +17,7 @@ constexpr int kTile = 16;                         // positions that a warp takes
 constexpr int kSplitUnit = kTile * kDecodeWarps;  // a split's length is a multiple of this
 constexpr int kHeadsPerBlock = 8;                 // query heads: columns of an mma
 constexpr int kMaxSplits = 64;
-constexpr int kCounters = 32768;   // at the workspace's start
-constexpr int kStepCounters = 64;  // behind them, of decode_step.cu
+constexpr int kCounters = 32768;  // at the workspace's start
 constexpr float kLog2E = 1.4426950408889634f;
 
 struct PagedArguments {
@@ -99,9 +97,9 @@ __device__ inline void add_weighed(float4& to, float f, const float4& x) {
 __device__ inline float weight(float m, float max) { return m == -INFINITY ? 0.0f : exp2f(m - max); }
 
 // Joins the splits of the sequence, whose parts other blocks have left.
-template <class T, int kMaxD, class Barrier>
+template <class T, int kMaxD>
 __device__ void join_splits(T* o, int64_t row, int count, const PagedArguments& a, const DecodeItem& item,
-                            DecodeShared<kMaxD>& shared, Barrier barrier) {
+                            DecodeShared<kMaxD>& shared) {
   constexpr int kEarly = 8;  // parts requested beside the maxima and sums
   float4 early[kEarly];
   const auto part = [&](int i, int split) {
@@ -120,7 +118,7 @@ __device__ void join_splits(T* o, int64_t row, int count, const PagedArguments& 
     const int h = i / item.active, split = i % item.active;
     shared.ml[h][split] = __ldcg(a.partial_ml + (row + h) * a.splits + split);
   }
-  barrier();
+  __syncthreads();
   for (int i = first; i < count; i += 4 * kDecodeThreads) {
     const float2* const ml = shared.ml[i / a.D];
     float max = ml[0].x, sum = 0.0f;
@@ -142,45 +140,52 @@ __device__ void join_splits(T* o, int64_t row, int count, const PagedArguments& 
   }
 }
 
-// Joins the warps of the block, and, in the block that arrives last, the splits of the sequence. `barrier` waits for
-// kDecodeThreads threads.
-template <class T, int kMaxD, class Barrier = BlockBarrier>
-__device__ void finish(const PagedArguments& a, const DecodeItem& item, DecodeShared<kMaxD>& shared,
-                       Barrier barrier = {}) {
-  barrier();
-  const int64_t row = static_cast<int64_t>(item.sequence) * a.H + item.first_head;  // of the first query head
-  T* const o = static_cast<T*>(a.o) + item.sequence * a.o_stride + static_cast<int64_t>(item.first_head) * a.D;
-  const int count = item.num_heads * a.D;
-  for (int i = 4 * static_cast<int>(threadIdx.x); i < count; i += 4 * kDecodeThreads) {
-    const int h = i / a.D, d = i % a.D;
-    float max = shared.m[0][h], sum = 0.0f;
+// Four neighbouring elements of a query head's row, unnormalised, as all warps of the block together have them.
+struct JoinedWarps {
+  float max, sum = 0.0f;
+  float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+
+  template <int kMaxD>
+  __device__ JoinedWarps(const DecodeShared<kMaxD>& shared, int h, int d) : max(shared.m[0][h]) {
     for (int w = 1; w < kDecodeWarps; ++w) max = fmaxf(max, shared.m[w][h]);
-    float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (int w = 0; w < kDecodeWarps; ++w) {
       const float f = weight(shared.m[w][h], max);
       sum += f * shared.l[w][h];
       add_weighed(value, f, *reinterpret_cast<const float4*>(&shared.o[w][h][d]));
     }
+  }
+};
+
+// Joins the warps of the block, and, in the block that arrives last, the splits of the sequence.
+template <class T, int kMaxD>
+__device__ void finish(const PagedArguments& a, const DecodeItem& item, DecodeShared<kMaxD>& shared) {
+  __syncthreads();
+  const int64_t row = static_cast<int64_t>(item.sequence) * a.H + item.first_head;  // of the first query head
+  T* const o = static_cast<T*>(a.o) + item.sequence * a.o_stride + static_cast<int64_t>(item.first_head) * a.D;
+  const int count = item.num_heads * a.D;
+  for (int i = 4 * static_cast<int>(threadIdx.x); i < count; i += 4 * kDecodeThreads) {
+    const int h = i / a.D, d = i % a.D;
+    const JoinedWarps joined(shared, h, d);
     if (item.active == 1) {
-      put(o + i, value, sum);
+      put(o + i, joined.value, joined.sum);
     } else {
       const int64_t at = (row + h) * a.splits + item.split;
-      *reinterpret_cast<float4*>(a.partial + at * a.D + d) = value;
-      if (d == 0) a.partial_ml[at] = make_float2(max, sum);
+      *reinterpret_cast<float4*>(a.partial + at * a.D + d) = joined.value;
+      if (d == 0) a.partial_ml[at] = make_float2(joined.max, joined.sum);
     }
   }
   if (item.active == 1) return;
 
   __threadfence();
-  barrier();
+  __syncthreads();
   if (threadIdx.x == 0) {
     const auto last = static_cast<unsigned>(item.active - 1);
     shared.last = atomicInc(a.counters + item.counter, last) == last;
   }
-  barrier();
+  __syncthreads();
   if (!shared.last) return;
   __threadfence();
-  join_splits(o, row, count, a, item, shared, barrier);
+  join_splits(o, row, count, a, item, shared);
 }
 
 }  // namespace kintsugi::kernels::cuda

@@ -10,6 +10,9 @@ struct PagedLaunch {
   dim3 grid;  // (S * splits, K * head_groups): of items
 };
 
+// At most so many splits of a sequence, for contexts of any length.
+int64_t most_paged_splits(const PagedShape& shape);
+
 // Without the rotation. cudaErrorInvalidValue for what the kernels do not take.
 KernelError prepare_paged(PagedLaunch* launch, void* o, const void* q, const void* k_cache, const void* v_cache,
                           const int32_t* block_tables, const int32_t* context_lens, const PagedShape& shape,

@@ -12,7 +12,7 @@
 
 #include <cstdint>
 
-#include "kernels/cuda/grid_barrier.cuh"
+#include "kernels/cuda/words.cuh"
 
 namespace kintsugi::kernels::cuda {
 

@@ -83,6 +83,9 @@ Status TransformerImpl::init(Stream& stream) {
   if (a_.decode_workspace != nullptr) {
     KTG_RETURN_IF_ERROR(backend_.zero(a_.decode_workspace, a_.decode_workspace_bytes, stream));
   }
+  if (a_.step_workspace != nullptr) {
+    KTG_RETURN_IF_ERROR(backend_.zero(a_.step_workspace, a_.step_workspace_bytes, stream));
+  }
   if (a_.cos_sin == nullptr) return ok_status();
   std::vector<float> table(static_cast<size_t>(config_.max_seq_len * D()));
   kernels::fill_rope_table(table.data(), config_.max_seq_len, D(), config_.rope_theta);

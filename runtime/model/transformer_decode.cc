@@ -84,13 +84,11 @@ Status TransformerImpl::decode_attention(const Pass& pass, int64_t l, const Unit
 }
 
 kernels::DecodeStep TransformerImpl::decode_step_sizes(const Pass& pass) const {
-  const LayerActivations& a = a_.layers[0];
   const PagedCacheView& cache = *pass.cache;
   kernels::DecodeStep step{};
   step.L = L(), step.C = C(), step.F = F(), step.V = V();
   step.eps = static_cast<float>(config_.norm_eps);
   step.ids = pass.ids;
-  step.qkv = a.qkv_raw, step.o = a.o, step.branch = a_.branch, step.act = a.act;
   step.block_tables = cache.block_tables();
   step.context_lens = cache.context_lens();
   step.shape = paged_shape(pass);
@@ -101,8 +99,7 @@ kernels::DecodeStep TransformerImpl::decode_step_sizes(const Pass& pass) const {
 }
 
 bool TransformerImpl::decodes_in_one_launch(const Pass& pass, const UnitAccess& access) const {
-  return options_.one_launch_decode && access.stays_valid() && k_.decode_layer != nullptr &&
-         options_.dtype == DType::kBF16 && !config_.is_gpt2() && k_.decode_layer->step_applies(decode_step_sizes(pass));
+  return a_.step_workspace != nullptr && access.stays_valid() && k_.decode_layer->step_applies(decode_step_sizes(pass));
 }
 
 Status TransformerImpl::decode_in_one_launch(void* logits, const Pass& pass, UnitAccess& access, Stream& stream) {
@@ -126,7 +123,7 @@ Status TransformerImpl::decode_in_one_launch(void* logits, const Pass& pass, Uni
     return with_head_matrix(w, access, stream, [&](const void* matrix) {
       step.head = matrix;
       step.norm = w.vector(layout_.norm_w);
-      return stream.launched(k_.decode_layer->step(logits, step, a_.decode_workspace, stream.handle()), "decode step");
+      return stream.launched(k_.decode_layer->step(logits, step, a_.step_workspace, stream.handle()), "decode step");
     });
   });
 }

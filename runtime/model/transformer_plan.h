@@ -45,6 +45,9 @@ struct Activations {
   // Without training: for the decode step's attention, zeros before its first use. Null when it needs none.
   void* decode_workspace;
   int64_t decode_workspace_bytes;
+  // The same for a decode step that is one launch.
+  void* step_workspace;
+  int64_t step_workspace_bytes;
   // Backward.
   void* d_stream;  // (N, C) T
   void* d_branch;  // (N, C) T: the same memory as branch

@@ -54,6 +54,7 @@ class Model {
         positions_(N_ * 4),
         slots_(N_ * 8),
         cos_sin_(rope()),
+        step_workspace_(std::vector<char>(static_cast<size_t>(cuda::decode_step_workspace_bytes(sizes())))),
         workspace_(
             std::vector<char>(static_cast<size_t>(cuda::paged_attention().decode_workspace_bytes(shape(), kType)))) {
     for (int64_t l = 0; l < c.L; ++l) {
@@ -73,27 +74,21 @@ class Model {
   PagedShape shape() const {
     return {N_, case_.H, case_.K, case_.D, case_.P, width_, QKV_, case_.H * case_.D, scale(case_.D)};
   }
+  DecodeStep sizes() const {
+    DecodeStep s{};
+    s.L = case_.L, s.C = case_.C, s.F = case_.F, s.V = case_.V;
+    s.shape = shape();
+    return s;
+  }
   DecodeStep step() const {
-    return {layers_.data(),
-            case_.L,
-            case_.C,
-            case_.F,
-            case_.V,
-            table_.data(),
-            head_.data(),
-            norm_.as<float>(),
-            1e-5f,
-            ids_.as<int32_t>(),
-            qkv_.data(),
-            o_.data(),
-            branch_.data(),
-            act_.data(),
-            tables_.as<int32_t>(),
-            lens_.as<int32_t>(),
-            shape(),
-            cos_sin_.as<float>(),
-            positions_.as<int32_t>(),
-            slots_.as<int64_t>()};
+    DecodeStep s = sizes();
+    s.layers = layers_.data();
+    s.token_table = table_.data(), s.head = head_.data(), s.norm = norm_.as<float>();
+    s.eps = 1e-5f;
+    s.ids = ids_.as<int32_t>();
+    s.block_tables = tables_.as<int32_t>(), s.context_lens = lens_.as<int32_t>();
+    s.cos_sin = cos_sin_.as<float>(), s.positions = positions_.as<int32_t>(), s.slots = slots_.as<int64_t>();
+    return s;
   }
   // The inputs of step `number`.
   void set_inputs(int number) {
@@ -123,6 +118,7 @@ class Model {
     }
   }
   void* workspace() const { return workspace_.data(); }
+  void* step_workspace() const { return step_workspace_.data(); }
   void* logits() const { return logits_.data(); }
   Array logits_now() const { return logits_.array(kType); }
 
@@ -146,17 +142,17 @@ class Model {
     };
     for (int64_t l = 0; l < s.L; ++l) {
       const DecodeStepLayer& layer = s.layers[l];
-      normed(s.qkv, l == 0 ? nullptr : s.branch, layer.norm1, layer.qkv_w, layer.qkv_b, QKV_, false);
+      normed(qkv_.data(), l == 0 ? nullptr : branch_.data(), layer.norm1, layer.qkv_w, layer.qkv_b, QKV_, false);
       const DecodeRotation rotation{layer.q_norm, layer.k_norm, s.eps, s.cos_sin, s.positions, s.slots};
       if (error == kKernelOk) {
-        error = k.attention(s.o, s.qkv, layer.k_cache, layer.v_cache, s.block_tables, s.context_lens, s.shape, rotation,
-                            workspace(), nullptr);
+        error = k.attention(o_.data(), qkv_.data(), layer.k_cache, layer.v_cache, s.block_tables, s.context_lens,
+                            s.shape, rotation, workspace(), nullptr);
       }
-      plain(s.branch, s.o, layer.o_w, case_.H * case_.D);
-      normed(s.act, s.branch, layer.norm2, layer.up_w, nullptr, s.F, true);
-      plain(s.branch, s.act, layer.down_w, s.F);
+      plain(branch_.data(), o_.data(), layer.o_w, case_.H * case_.D);
+      normed(act_.data(), branch_.data(), layer.norm2, layer.up_w, nullptr, s.F, true);
+      plain(branch_.data(), act_.data(), layer.down_w, s.F);
     }
-    normed(logits(), s.branch, s.norm, s.head, nullptr, s.V, false);
+    normed(logits(), branch_.data(), s.norm, s.head, nullptr, s.V, false);
     return error;
   }
   // Keys and values of all layers.
@@ -202,7 +198,7 @@ class Model {
   const int64_t N_, QKV_, width_;
   std::vector<int32_t> host_tables_;
   DeviceMemory table_, head_, norm_, logits_, qkv_, o_, branch_, act_, streams_[2], scratch_, product_, ids_, tables_,
-      lens_, positions_, slots_, cos_sin_, workspace_;
+      lens_, positions_, slots_, cos_sin_, step_workspace_, workspace_;
   std::deque<DeviceMemory> memory_;  // 11 a layer, as DecodeStepLayer has them
   std::vector<DecodeStepLayer> layers_;
 };
@@ -240,7 +236,7 @@ TEST_P(DecodeStepTest, HasTheBitsOfTheOperationsOneByOne) {
       const std::string what = "window " + std::to_string(window) + " step " + std::to_string(number);
       one_launch.set_inputs(number);
       one_launch.poison();
-      ASSERT_EQ(cuda::decode_step(one_launch.logits(), one_launch.step(), one_launch.workspace(),
+      ASSERT_EQ(cuda::decode_step(one_launch.logits(), one_launch.step(), one_launch.step_workspace(),
                                   {.window = window, .max_slots = window == 1 ? 6 : 0, .report = report_}, nullptr),
                 kKernelOk);
       const cudaError_t ended = cudaDeviceSynchronize();
@@ -264,7 +260,8 @@ TEST_P(DecodeStepTest, ReplaysAlikeAsARecordedLaunch) {
   cudaStream_t stream;
   ASSERT_EQ(cudaStreamCreate(&stream), cudaSuccess);
   ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), cudaSuccess);
-  EXPECT_EQ(cuda::decode_step(model.logits(), model.step(), model.workspace(), {.report = report_}, stream), kKernelOk);
+  EXPECT_EQ(cuda::decode_step(model.logits(), model.step(), model.step_workspace(), {.report = report_}, stream),
+            kKernelOk);
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t exec = nullptr;
   ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
