@@ -77,9 +77,10 @@ Result<ShardRecord> shard_record_from_json(const std::string& text);
 // range.
 struct ShardView {
   const float* weights;
-  const float* m;
-  const float* v;
-  std::vector<runtime::StateRange> ranges;  // ascending, disjoint; empty: this rank owns nothing
+  const void* m;
+  const void* v;
+  std::vector<runtime::StateRange> ranges;              // ascending, disjoint; empty: this rank owns nothing
+  kernels::DType moments_dtype = kernels::DType::kF32;  // files hold fp32, into which bf16 goes without a loss
 };
 
 // Folder that the shards of one attempt go to; created. `attempt` makes it unique among concurrent or dead attempts:

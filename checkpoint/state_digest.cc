@@ -165,11 +165,12 @@ std::string combine_digests(const runtime::ParamTable& table, std::span<const Bl
 std::string state_sha256(const runtime::ParamTable& table, const runtime::TrainState& state) {
   KTG_CHECK(state.length >= table.total_length()) << state.length << " elements, table of " << table.total_length();
   const std::vector<runtime::StateRange> whole[] = {{{.begin = 0, .count = table.total_length(), .local_begin = 0}}};
-  const float* const buffers[] = {state.weights, state.m, state.v};
   std::vector<BlockDigest> all;
+  std::vector<float> values(static_cast<size_t>(kDigestBlockElements));
   for (const DigestBlock& block : plan_digest(table, whole)) {
-    all.push_back(
-        digest_of({buffers[block.part] + block.pieces.front().local_begin, static_cast<size_t>(block.count)}));
+    runtime::widen(values.data(), state.at(block.part, block.pieces.front().local_begin), state.dtype_of(block.part),
+                   block.count);
+    all.push_back(digest_of({values.data(), static_cast<size_t>(block.count)}));
   }
   return combine_digests(table, all, state.step, state.cursor);
 }

@@ -1,6 +1,7 @@
 // state_sha256: one number for a training state that does not depend on mode, world size or padding.
 //
-// Definition. Every global fp32 tensor is taken three times: "<name>" (weights), "<name>.m", "<name>.v". Each is cut,
+// Definition. Every global fp32 tensor (moments that are kept in bf16 are widened) is taken three times: "<name>"
+// (weights), "<name>.m", "<name>.v". Each is cut,
 // row-major, into blocks of 1 MiB (262,144 elements; the last may be shorter). A block digest is SHA-256 of the block's
 // little-endian bytes. state_sha256 = SHA-256 over, for each tensor in ParamTable order, for weights then m then v, for
 // each block: the name's bytes, one zero byte, the block index (uint64 little-endian), the 32 digest bytes; and at the

@@ -7,19 +7,23 @@
 
 namespace kintsugi::kernels {
 
+inline constexpr int kPhiloxRounds = 10;
+inline constexpr uint64_t kPhiloxMultiplier0 = 0xD2511F53, kPhiloxMultiplier1 = 0xCD9E8D57;
+inline constexpr uint32_t kPhiloxWeyl0 = 0x9E3779B9, kPhiloxWeyl1 = 0xBB67AE85;
+
 struct PhiloxBlock {
   uint32_t word[4];
 };
 
 // One block: 128 random bits of the counter under the key. constexpr: device code calls it, too.
-constexpr PhiloxBlock philox4x32(PhiloxBlock counter, uint32_t key0, uint32_t key1) {
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t product0 = uint64_t{0xD2511F53} * counter.word[0];
-    const uint64_t product1 = uint64_t{0xCD9E8D57} * counter.word[2];
+[[gnu::always_inline]] constexpr PhiloxBlock philox4x32(PhiloxBlock counter, uint32_t key0, uint32_t key1) {
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    const uint64_t product0 = kPhiloxMultiplier0 * counter.word[0];
+    const uint64_t product1 = kPhiloxMultiplier1 * counter.word[2];
     counter = {{static_cast<uint32_t>(product1 >> 32) ^ counter.word[1] ^ key0, static_cast<uint32_t>(product1),
                 static_cast<uint32_t>(product0 >> 32) ^ counter.word[3] ^ key1, static_cast<uint32_t>(product0)}};
-    key0 += 0x9E3779B9;
-    key1 += 0xBB67AE85;
+    key0 += kPhiloxWeyl0;
+    key1 += kPhiloxWeyl1;
   }
   return counter;
 }

@@ -18,8 +18,8 @@
 
 namespace kintsugi::kernels {
 
-// Storage type of activations and matmul operands. Weights' master copies, gradients and
-// optimizer moments are always fp32.
+// Storage type of activations and matmul operands, and of optimizer moments. Weights' master copies and gradients are
+// always fp32.
 enum class DType : uint8_t { kF32 = 0, kBF16 = 1 };
 
 constexpr int64_t size_of(DType t) { return t == DType::kF32 ? 4 : 2; }

@@ -70,6 +70,7 @@ struct StepInputs {
   float lr = 0, beta1 = 0, beta2 = 0, eps = 0, weight_decay = 0;
   float bias_correction1 = 0, bias_correction2 = 0;
   int32_t stop_requested = 0;  // of this rank
+  uint64_t seed = 0;           // of the run: bf16 moments are rounded by it
 };
 
 // What the gate makes known, in host memory that kernels write: `step` last.
@@ -141,7 +142,9 @@ KTG_HOST_DEVICE inline AdamWScalars update_scalars(const StepInputs& inputs, con
           inputs.bias_correction1,
           inputs.bias_correction2,
           static_cast<float>(factor / static_cast<double>(tokens)),
-          count.skip};
+          count.skip,
+          inputs.step,
+          inputs.seed};
 }
 
 struct VoteKernels {

@@ -20,10 +20,10 @@ constexpr int64_t kNotesBytes = (sizeof(SnapshotNotes) + kHeapAlignment - 1) / k
 
 std::string mebibytes(int64_t bytes) { return fmt::format("{:.2f} MiB", static_cast<double>(bytes) / (1 << 20)); }
 
-int64_t largest_slot(const RunConfig& config, const runtime::ParamTable& table, int world_size) {
+int64_t largest_slot_bytes(const RunConfig& config, const runtime::ParamTable& table, int world_size) {
   int64_t largest = 0;
   for (int r = 0; r < world_size; ++r) {
-    largest = std::max(largest, state_layout(config, table, r, world_size).slot_length);
+    largest = std::max(largest, state_layout(config, table, r, world_size).slot_bytes());
   }
   return largest;
 }
@@ -91,10 +91,10 @@ MemoryPlan plan_memory(const RunConfig& config, int world_size, const runtime::B
   // Sharded runs keep the newest complete one beside the one that is filled.
   const bool twice = config.checkpoint.every > 0 || (slots_hold_state(config) && config.recovery.snapshot_every > 0);
   plan.num_snapshot_slots = twice ? 2 : 1;
-  plan.snapshot_slot_bytes = 3 * largest_slot(config, table, world_size) * int64_t{sizeof(float)} + kNotesBytes;
+  plan.snapshot_slot_bytes = (largest_slot_bytes(config, table, world_size) + 7) / 8 * 8 + kNotesBytes;
   plan.items.push_back({"snapshots", plan.num_snapshot_slots * plan.snapshot_slot_bytes, Place::kShared});
   const parallel::StateMemory memory =
-      parallel::plan_state_memory(table, config.parallelism, config.dtype(), world_size);
+      parallel::plan_state_memory(table, config.parallelism, config.state_types(), world_size);
   const Place state = device ? Place::kDeviceState : Place::kShared, mine = device ? Place::kDevice : Place::kHost;
   plan.items.push_back({"weights", memory.weights_bytes, state});
   plan.items.push_back({"moments", memory.moments_bytes, state});
@@ -119,6 +119,7 @@ MemoryPlan plan_memory(const RunConfig& config, int world_size, const runtime::B
           config.parallelism.sharded()
               ? parallel::FullySharded::device_bytes(table, {.config = config.parallelism,
                                                              .dtype = config.dtype(),
+                                                             .moments_dtype = config.optimizer.moments(),
                                                              .world_size = world_size,
                                                              .num_micro_steps = tokens.num_micro_steps})
               : parallel::DataParallel::device_bytes(table, tokens.num_micro_steps);

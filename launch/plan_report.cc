@@ -59,7 +59,7 @@ std::string price_of_accumulation(const RunConfig& config, const runtime::ParamT
   for (const char* const way : {"whole", "shards"}) {
     RunConfig c = config;
     c.parallelism.accumulation = way;
-    const parallel::StateMemory memory = parallel::plan_state_memory(table, c.parallelism, c.dtype(), world_size);
+    const parallel::StateMemory memory = parallel::plan_state_memory(table, c.parallelism, c.state_types(), world_size);
     out += fmt::format("{} parallelism.accumulation = \"{}\": {:.1f} MiB, {:.1f} sent", way[0] == 'w' ? "," : ";", way,
                        static_cast<double>(memory.gradients_bytes) / (1 << 20),
                        bytes_sent(c, table, world_size, num_micro_steps) / (1 << 20));

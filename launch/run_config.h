@@ -12,6 +12,7 @@
 #include "launch/fault_plan.h"
 #include "parallel/batch_layout.h"
 #include "parallel/parallel_config.h"
+#include "parallel/state_memory.h"
 #include "runtime/base/config_table.h"
 #include "runtime/data/dataset.h"
 #include "runtime/model/model_config.h"
@@ -105,6 +106,7 @@ struct RunConfig {
   // For calls of at most `max_tokens` tokens. validate() holds.
   bool separates_documents() const { return !data.document_separator.empty(); }
   runtime::TransformerOptions transformer_options(int64_t max_tokens) const;
+  parallel::StateTypes state_types() const { return {.compute = dtype(), .moments = optimizer.moments()}; }
   kernels::DType dtype() const { return training.dtype == "bf16" ? kernels::DType::kBF16 : kernels::DType::kF32; }
 
   std::string to_toml() const;

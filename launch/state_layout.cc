@@ -18,6 +18,7 @@ parallel::Mesh mesh_of(const RunConfig& config, int world_size) {
 
 StateLayout state_layout(const RunConfig& config, const runtime::ParamTable& table, int rank, int world_size) {
   StateLayout layout;
+  layout.moments_dtype = config.optimizer.moments();
   if (!slots_hold_state(config)) {
     layout.held = {{.begin = 0, .count = table.total_length(), .local_begin = 0}};
     layout.written = checkpoint::share_of(layout.held, rank, world_size);
@@ -61,9 +62,13 @@ std::vector<std::vector<runtime::StateRange>> state_cover(const RunConfig& confi
 }
 
 checkpoint::ShardView snapshot_view(const void* slot, const StateLayout& layout) {
-  const float* data = static_cast<const float*>(slot);
-  checkpoint::ShardView view{
-      .weights = data, .m = data + layout.slot_length, .v = data + 2 * layout.slot_length, .ranges = layout.written};
+  const auto* weights = static_cast<const float*>(slot);
+  const auto* moments = reinterpret_cast<const uint8_t*>(weights + layout.slot_length);
+  checkpoint::ShardView view{.weights = weights,
+                             .m = moments,
+                             .v = moments + layout.slot_length * kernels::size_of(layout.moments_dtype),
+                             .ranges = layout.written,
+                             .moments_dtype = layout.moments_dtype};
   for (runtime::StateRange& range : view.ranges) range.local_begin -= layout.slot_begin;
   return view;
 }

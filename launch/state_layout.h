@@ -1,9 +1,9 @@
 // Who holds which part of the state, and how a part lies in a snapshot slot. Pure arithmetic over the configuration:
 // the trainer, the agent's writer and the memory plan of a rank all come to the same.
 //
-// A slot holds weights, then m, then v, `length` floats each. In data-parallel runs every rank holds the whole state,
-// so a slot has only the rank's even share of it. In sharded runs a slot is the rank's whole local state, padding
-// included, because nobody else may hold it.
+// A slot holds weights, then m, then v, `slot_length` elements each, of the types that they have in the state. In
+// data-parallel runs every rank holds the whole state, so a slot has only the rank's even share of it. In sharded runs
+// a slot is the rank's whole local state, padding included, because nobody else may hold it.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,13 @@ struct StateLayout {
   std::vector<runtime::StateRange> held;     // by the rank, where it lies in its state's buffers
   std::vector<runtime::StateRange> written;  // of that, what the rank brings to checkpoints and digests: all ranks
                                              // together each element once
-  int64_t slot_length = 0;                   // floats of each of a slot's three buffers
-  int64_t slot_begin = 0;                    // the slot's first float in the state's buffers
+  int64_t slot_length = 0;                   // elements of each of a slot's three buffers
+  int64_t slot_begin = 0;                    // the slot's first element in the state's buffers
+  kernels::DType moments_dtype = kernels::DType::kF32;
+
+  int64_t slot_bytes() const {
+    return slot_length * (static_cast<int64_t>(sizeof(float)) + 2 * kernels::size_of(moments_dtype));
+  }
 };
 
 // config.validate(world_size) holds.

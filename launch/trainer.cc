@@ -100,6 +100,7 @@ Status TrainerImpl::create_parallel_mode(comm::SymmetricHeap& heap) {
     KTG_ASSIGN_OR_RETURN(parallel_, parallel::FullySharded::create(table,
                                                                    {.config = config_.parallelism,
                                                                     .dtype = config_.dtype(),
+                                                                    .moments_dtype = config_.optimizer.moments(),
                                                                     .rank = environment_.rank,
                                                                     .world_size = environment_.world_size,
                                                                     .num_micro_steps = layout_.num_micro_steps,
@@ -111,6 +112,7 @@ Status TrainerImpl::create_parallel_mode(comm::SymmetricHeap& heap) {
                        parallel::DataParallel::create(table,
                                                       {.config = config_.parallelism,
                                                        .dtype = config_.dtype(),
+                                                       .moments_dtype = config_.optimizer.moments(),
                                                        .rank = environment_.rank,
                                                        .world_size = environment_.world_size,
                                                        .num_micro_steps = layout_.num_micro_steps,
@@ -348,7 +350,8 @@ kernels::StepInputs TrainerImpl::step_inputs(int64_t step) const {
           .weight_decay = static_cast<float>(optimizer.weight_decay),
           .bias_correction1 = static_cast<float>(1.0 - std::pow(optimizer.beta1, exponent)),
           .bias_correction2 = static_cast<float>(1.0 - std::pow(optimizer.beta2, exponent)),
-          .stop_requested = environment_.link->stop_requested() ? 1 : 0};
+          .stop_requested = environment_.link->stop_requested() ? 1 : 0,
+          .seed = static_cast<uint64_t>(config_.training.seed)};
 }
 
 // From the vote's bits alone, so that it can be repeated after a death.

@@ -146,13 +146,13 @@ Status TrainerImpl::take_snapshot(bool save) {
     environment_.link->alive();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  float* out = static_cast<float*>(snapshot_slots_.at(slot));
+  auto* out = static_cast<uint8_t*>(snapshot_slots_.at(slot));
   runtime::Stream& stream = device_ ? *device_->copy_stream : *update_stream_;
   if (device_) KTG_RETURN_IF_ERROR(begin_device_snapshot());
-  for (const float* part : {state().weights, state().m, state().v}) {
-    const int64_t bytes = state_layout_.slot_length * static_cast<int64_t>(sizeof(float));
-    KTG_RETURN_IF_ERROR(backend_->copy(out, part + state_layout_.slot_begin, bytes, stream));
-    out += state_layout_.slot_length;
+  for (int part = 0; part < runtime::kStateParts; ++part) {
+    const int64_t bytes = state().bytes_of(part, state_layout_.slot_length);
+    KTG_RETURN_IF_ERROR(backend_->copy(out, state().at(part, state_layout_.slot_begin), bytes, stream));
+    out += bytes;
   }
   snapshot_notes(snapshot_slots_[slot], plan_) = {.vote = last_vote_, .skipped_steps = skipped_steps_};
   if (device_) {

@@ -128,8 +128,8 @@ Status TrainerImpl::start_fresh() {
   const auto seed = static_cast<uint64_t>(config_.training.seed);
   if (!config_.parallelism.sharded()) {
     KTG_RETURN_IF_ERROR(runtime::init_parameters(s.weights, model_->params(), seed, *backend_, *stream_));
-    for (float* const moments : {s.m, s.v}) {
-      KTG_RETURN_IF_ERROR(backend_->zero(moments, s.length * static_cast<int64_t>(sizeof(float)), *stream_));
+    for (const int part : {1, 2}) {
+      KTG_RETURN_IF_ERROR(backend_->zero(s.at(part, 0), s.bytes_of(part, s.length), *stream_));
     }
   } else {
     KTG_RETURN_IF_ERROR(fill_state([&](float* weights, float* m, float* v, int64_t begin, int64_t count) {
@@ -177,6 +177,10 @@ Status TrainerImpl::load_checkpoint(const std::string& dir, int64_t step) {
       "loaded step {} from {}: a rank reads {} of {} elements of weights and moments, {} KiB of a tensor at a time",
       s.step, dir, own, model_->params().total_length(), checkpoint::kDigestBlockElements * 4 / 1024);
   if (const Result<RunConfig> then = RunConfig::parse(info.meta.config_toml, dir); then.ok()) {
+    if (then->optimizer.moments_dtype != config_.optimizer.moments_dtype) {
+      message += s.moments_dtype == kernels::DType::kBF16 ? "; its fp32 moments were rounded to the nearest bf16"
+                                                          : "; its bf16 moments go on in fp32";
+    }
     const std::vector<std::string> changes = changed_keys(config_, *then);
     if (!changes.empty()) message += fmt::format("; changed since: {}", fmt::join(changes, ", "));
     if (then->training.horizon() != config_.training.horizon() && s.step < config_.training.steps) {
@@ -198,11 +202,11 @@ Status TrainerImpl::restore_snapshot(int64_t step) {
   const WorkerLink::HeldSnapshot held = environment_.link->held_snapshot(step);
   if (held.slot < 0) return data_loss(fmt::format("the snapshot of step {} is not in memory any more", step));
   runtime::TrainState& s = state();
-  const auto* from = static_cast<const float*>(snapshot_slots_.at(held.slot));
-  for (float* const part : {s.weights, s.m, s.v}) {
-    const int64_t bytes = state_layout_.slot_length * static_cast<int64_t>(sizeof(float));
-    KTG_RETURN_IF_ERROR(backend_->copy(part + state_layout_.slot_begin, from, bytes, *stream_));
-    from += state_layout_.slot_length;
+  const auto* from = static_cast<const uint8_t*>(snapshot_slots_.at(held.slot));
+  for (int part = 0; part < runtime::kStateParts; ++part) {
+    const int64_t bytes = s.bytes_of(part, state_layout_.slot_length);
+    KTG_RETURN_IF_ERROR(backend_->copy(s.at(part, state_layout_.slot_begin), from, bytes, *stream_));
+    from += bytes;
   }
   KTG_RETURN_IF_ERROR(stream_->synchronize(collective_deadline()));
   KTG_RETURN_IF_ERROR(parallel_->weights_changed(*stream_, collective_deadline()));

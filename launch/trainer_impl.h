@@ -114,6 +114,7 @@ class TrainerImpl final : public Trainer {
   // fill(weights, m, v, begin, count) writes elements [begin, begin + count) of the three. On a device from several
   // threads at once.
   Status fill_state(const std::function<Status(float*, float*, float*, int64_t, int64_t)>& fill);
+  Result<const float*> values_of(Lane& lane, int part, int64_t local_begin, int64_t count);
   // Of the blocks that lie whole on this rank; and of those that are cut, where this rank has their beginning.
   // Collective: the others' elements come in rounds of bounded size.
   Status digest_whole_blocks(std::span<const checkpoint::DigestBlock> blocks, std::span<checkpoint::BlockDigest> out);

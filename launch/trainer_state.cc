@@ -14,10 +14,6 @@ namespace {
 constexpr int64_t kPieceElements = 1 << 20;  // of a thread
 constexpr int64_t kBlocksATurn = 32;         // that a thread takes at a time
 
-const float* part_of(const runtime::TrainState& state, int part) {
-  return part == 0 ? state.weights : part == 1 ? state.m : state.v;
-}
-
 }  // namespace
 
 // One thread's way to the device.
@@ -31,8 +27,8 @@ struct TrainerImpl::Lane {
     KTG_ASSIGN_OR_RETURN(stream, backend.create_stream());
     return ok_status();
   }
-  Status move(runtime::Backend& backend, float* to, const float* from, int64_t count, Deadline deadline) {
-    KTG_RETURN_IF_ERROR(backend.copy(to, from, count * static_cast<int64_t>(sizeof(float)), *stream));
+  Status move(runtime::Backend& backend, void* to, const void* from, int64_t size_bytes, Deadline deadline) {
+    KTG_RETURN_IF_ERROR(backend.copy(to, from, size_bytes, *stream));
     return stream->synchronize(deadline);
   }
 };
@@ -47,7 +43,9 @@ Status TrainerImpl::in_pieces(int64_t n, int64_t piece, int64_t staged_elements,
   std::atomic<bool> failed{false};
   const auto work = [&](int64_t thread) -> Status {
     Lane lane;
-    if (device_) KTG_RETURN_IF_ERROR(lane.open(*backend_, staged_elements));
+    if (device_ || state().moments_dtype != kernels::DType::kF32) {
+      KTG_RETURN_IF_ERROR(lane.open(*backend_, staged_elements));
+    }
     for (int64_t i = next++; i < num_pieces && !failed; i = next++) {
       KTG_RETURN_IF_ERROR(body(lane, i * piece, std::min(piece, n - i * piece)));
       if (thread == 0) environment_.link->alive();
@@ -70,30 +68,50 @@ Status TrainerImpl::fill_state(const std::function<Status(float*, float*, float*
   runtime::TrainState& s = state();
   // Padding between the ranges is zero.
   if (config_.parallelism.sharded()) {
-    for (float* const part : {s.weights, s.m, s.v}) {
-      KTG_RETURN_IF_ERROR(backend_->zero(part, s.length * static_cast<int64_t>(sizeof(float)), *stream_));
+    for (int part = 0; part < runtime::kStateParts; ++part) {
+      KTG_RETURN_IF_ERROR(backend_->zero(s.at(part, 0), s.bytes_of(part, s.length), *stream_));
     }
     KTG_RETURN_IF_ERROR(stream_->synchronize(collective_deadline()));
   }
   for (const runtime::StateRange& range : s.ranges) {
-    float *const to_weights = s.weights + range.local_begin, *const to_m = s.m + range.local_begin,
-                 *const to_v = s.v + range.local_begin;
-    if (!device_) {
-      KTG_RETURN_IF_ERROR(fill(to_weights, to_m, to_v, range.begin, range.count));
+    if (!device_ && s.moments_dtype == kernels::DType::kF32) {
+      const int64_t at = range.local_begin;
+      KTG_RETURN_IF_ERROR(
+          fill(s.weights + at, static_cast<float*>(s.m) + at, static_cast<float*>(s.v) + at, range.begin, range.count));
       environment_.link->alive();
       continue;
     }
     const auto body = [&](Lane& lane, int64_t begin, int64_t count) -> Status {
       auto* weights = lane.staging.as<float>();
-      float *const m = weights + kPieceElements, *const v = m + kPieceElements;
-      KTG_RETURN_IF_ERROR(fill(weights, m, v, range.begin + begin, count));
-      KTG_RETURN_IF_ERROR(lane.move(*backend_, to_weights + begin, weights, count, collective_deadline()));
-      KTG_RETURN_IF_ERROR(lane.move(*backend_, to_m + begin, m, count, collective_deadline()));
-      return lane.move(*backend_, to_v + begin, v, count, collective_deadline());
+      KTG_RETURN_IF_ERROR(
+          fill(weights, weights + kPieceElements, weights + 2 * kPieceElements, range.begin + begin, count));
+      for (int part = 0; part < runtime::kStateParts; ++part) {
+        float* const values = weights + part * kPieceElements;
+        runtime::narrow(values, s.dtype_of(part), values, count);
+        KTG_RETURN_IF_ERROR(lane.move(*backend_, s.at(part, range.local_begin + begin), values, s.bytes_of(part, count),
+                                      collective_deadline()));
+      }
+      return ok_status();
     };
     KTG_RETURN_IF_ERROR(in_pieces(range.count, kPieceElements, 3 * kPieceElements, body));
   }
   return ok_status();
+}
+
+// Elements of a part as fp32: where they lie, or in the lane's staging memory, which has room for twice as many.
+Result<const float*> TrainerImpl::values_of(Lane& lane, int part, int64_t local_begin, int64_t count) {
+  const runtime::TrainState& s = state();
+  const void* from = s.at(part, local_begin);
+  const bool wide = s.dtype_of(part) == kernels::DType::kF32;
+  if (!device_ && wide) return static_cast<const float*>(from);
+  auto* const values = lane.staging.as<float>();
+  if (device_) {
+    float* const staged = wide ? values : values + count;
+    KTG_RETURN_IF_ERROR(lane.move(*backend_, staged, from, s.bytes_of(part, count), collective_deadline()));
+    from = staged;
+  }
+  if (!wide) runtime::widen(values, from, s.dtype_of(part), count);
+  return values;
 }
 
 // The quick comparison of ranks: every bit of weights, moments, step and cursor, by the backend's own kernels.
@@ -101,13 +119,12 @@ Result<uint64_t> TrainerImpl::state_digest() {
   const runtime::TrainState& s = state();
   uint64_t on_host[3];
   uint64_t* parts = device_ ? device_->sums.as<uint64_t>() + 2 : on_host;
-  int i = 0;
-  for (const float* buffer : {s.weights, s.m, s.v}) {
+  for (int part = 0; part < runtime::kStateParts; ++part) {
+    const int64_t words = s.bytes_of(part, s.length) / static_cast<int64_t>(sizeof(float));  // whatever they hold
     KTG_RETURN_IF_ERROR(
-        stream_->launched(backend_->kernels().reduce->digest(&parts[i], buffer, s.length, static_cast<uint64_t>(i + 1),
-                                                             stream_->handle()),
+        stream_->launched(backend_->kernels().reduce->digest(&parts[part], static_cast<const float*>(s.at(part, 0)),
+                                                             words, static_cast<uint64_t>(part + 1), stream_->handle()),
                           "digest"));
-    ++i;
   }
   KTG_RETURN_IF_ERROR(stream_->synchronize(collective_deadline()));
   uint64_t digest = 0;
@@ -127,17 +144,13 @@ Status TrainerImpl::digest_whole_blocks(std::span<const checkpoint::DigestBlock>
   const auto body = [&](Lane& lane, int64_t first, int64_t count) -> Status {
     for (int64_t k = first; k < first + count; ++k) {
       const checkpoint::DigestBlock& block = blocks[mine[static_cast<size_t>(k)]];
-      const float* values = part_of(state(), block.part) + block.pieces.front().local_begin;
-      if (device_) {
-        auto* staged = lane.staging.as<float>();
-        KTG_RETURN_IF_ERROR(lane.move(*backend_, staged, values, block.count, collective_deadline()));
-        values = staged;
-      }
+      KTG_ASSIGN_OR_RETURN(const float* values,
+                           values_of(lane, block.part, block.pieces.front().local_begin, block.count));
       out[mine[static_cast<size_t>(k)]] = checkpoint::digest_of({values, static_cast<size_t>(block.count)});
     }
     return ok_status();
   };
-  return in_pieces(static_cast<int64_t>(mine.size()), kBlocksATurn, checkpoint::kDigestBlockElements, body);
+  return in_pieces(static_cast<int64_t>(mine.size()), kBlocksATurn, 2 * checkpoint::kDigestBlockElements, body);
 }
 
 Status TrainerImpl::digest_split_blocks(std::span<const checkpoint::DigestBlock> blocks,
@@ -150,11 +163,18 @@ Status TrainerImpl::digest_split_blocks(std::span<const checkpoint::DigestBlock>
     Status copied;
     checkpoint::visit_round(round, blocks, N, [&](const auto& block, const auto& piece, int64_t at) {
       if (piece.rank != environment_.rank || !copied.ok()) return;
-      copied = backend_->copy(mine + at, part_of(state(), block.part) + piece.local_begin,
-                              piece.count * static_cast<int64_t>(sizeof(float)), *stream_);
+      const int64_t bytes = state().bytes_of(block.part, piece.count);
+      uint8_t* const end = reinterpret_cast<uint8_t*>(mine + at + piece.count);
+      copied = backend_->copy(end - bytes, state().at(block.part, piece.local_begin), bytes, *stream_);
     });
     KTG_RETURN_IF_ERROR(copied);
     KTG_RETURN_IF_ERROR(stream_->synchronize(collective_deadline()));
+    checkpoint::visit_round(round, blocks, N, [&](const auto& block, const auto& piece, int64_t at) {
+      if (piece.rank != environment_.rank) return;
+      const uint8_t* const end = reinterpret_cast<const uint8_t*>(mine + at + piece.count);
+      runtime::widen(mine + at, end - state().bytes_of(block.part, piece.count), state().dtype_of(block.part),
+                     piece.count);
+    });
     KTG_ASSIGN_OR_RETURN(
         const comm::WorkPtr work,
         communicator_->all_gather(gathered.data(), mine, round.most * static_cast<int64_t>(sizeof(float)), *stream_));

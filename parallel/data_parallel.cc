@@ -71,15 +71,17 @@ Status DataParallel::prepare_device(runtime::Stream& stream) {
 }
 
 Status DataParallel::allocate(comm::SymmetricHeap& heap) {
-  const StateMemory plan = plan_state_memory(table_, options_.config, options_.dtype, options_.world_size);
+  const StateMemory plan =
+      plan_state_memory(table_, options_.config, {options_.dtype, options_.moments_dtype}, options_.world_size);
   const int64_t length = table_.total_length();
   KTG_ASSIGN_OR_RETURN(void* weights, heap.allocate(plan.weights_bytes, "weights"));
   KTG_ASSIGN_OR_RETURN(void* moments, heap.allocate(plan.moments_bytes, "moments"));
   KTG_ASSIGN_OR_RETURN(void* gradients, heap.allocate(plan.gradients_bytes, "gradients"));
   KTG_ASSIGN_OR_RETURN(void* vote, heap.allocate(plan.vote_bytes, "vote"));
   state_.weights = static_cast<float*>(weights);
-  state_.m = static_cast<float*>(moments);
-  state_.v = state_.m + length;
+  state_.m = moments;
+  state_.moments_dtype = options_.moments_dtype;
+  state_.v = state_.at(1, length);
   state_.length = length;
   state_.ranges = {{.begin = 0, .count = length, .local_begin = 0}};
   for (int64_t offset = 0; offset < plan.gradients_bytes / static_cast<int64_t>(sizeof(float)); offset += length) {
@@ -115,9 +117,10 @@ void DataParallel::set_communicators(const Communicators& communicators) {
 
 Status DataParallel::begin_fetch(uint64_t joining, int source_rank, runtime::Stream& stream) {
   const bool receive = (joining >> options_.rank & 1) != 0;
-  const int64_t bytes = state_.length * static_cast<int64_t>(sizeof(float));
-  for (float* part : {state_.weights, state_.m, state_.v}) {
-    KTG_ASSIGN_OR_RETURN(comm::WorkPtr work, communicator_->fetch(part, bytes, source_rank, receive, stream));
+  for (int part = 0; part < runtime::kStateParts; ++part) {
+    const int64_t bytes = state_.bytes_of(part, state_.length);
+    KTG_ASSIGN_OR_RETURN(comm::WorkPtr work,
+                         communicator_->fetch(state_.at(part, 0), bytes, source_rank, receive, stream));
     fetches_.push_back(std::move(work));
   }
   return ok_status();

@@ -23,6 +23,7 @@ namespace kintsugi::parallel {
 struct DataParallelOptions {
   ParallelConfig config;
   kernels::DType dtype = kernels::DType::kF32;  // of the compute copy that the kernels read
+  kernels::DType moments_dtype = kernels::DType::kF32;
   int rank = 0, world_size = 1;
   int64_t num_micro_steps = 1;  // of this rank
   bool overlap = true;          // reduce buckets while backward runs

@@ -22,7 +22,7 @@ class FullyShardedImpl final : public FullySharded {
       : table_(table),
         options_(options),
         backend_(backend),
-        plan_(table, options.config, options.dtype, options.rank, options.world_size),
+        plan_(table, options.config, {options.dtype, options.moments_dtype}, options.rank, options.world_size),
         gather_(table, plan_, backend, options.overlap, traffic_),
         reduce_(table, plan_, backend, traffic_),
         vectors_(table, plan_, &backend, traffic_),
@@ -149,8 +149,9 @@ Status FullyShardedImpl::allocate(comm::SymmetricHeap& heap, Stream& stream) {
   KTG_ASSIGN_OR_RETURN(void* gradients, heap.allocate(memory.gradients_bytes, "gradients"));
   KTG_ASSIGN_OR_RETURN(void* vote, heap.allocate(memory.vote_bytes, "vote"));
   state_.weights = static_cast<float*>(weights);
-  state_.m = static_cast<float*>(moments);
-  state_.v = state_.m + length;
+  state_.m = moments;
+  state_.moments_dtype = options_.moments_dtype;
+  state_.v = state_.at(1, length);
   state_.length = length;
   state_.ranges = plan_.shards.ranges();
   if (plan_.rounded) rounded_ = reinterpret_cast<uint8_t*>(state_.weights + length);
@@ -202,8 +203,9 @@ Status FullyShardedImpl::begin_fetch(uint64_t joining, int source_rank, Stream& 
   if (source < 0) return ok_status();
   comm::Communicator* same = plan_.num_shards == 1 ? communicators_.world : communicators_.replica;
   const bool receive = (joining >> options_.rank & 1) != 0;
-  for (float* part : {state_.weights, state_.m, state_.v}) {
-    KTG_ASSIGN_OR_RETURN(comm::WorkPtr work, same->fetch(part, state_.length * 4, source, receive, stream));
+  for (int part = 0; part < runtime::kStateParts; ++part) {
+    const int64_t bytes = state_.bytes_of(part, state_.length);
+    KTG_ASSIGN_OR_RETURN(comm::WorkPtr work, same->fetch(state_.at(part, 0), bytes, source, receive, stream));
     fetches_.push_back(std::move(work));
   }
   return ok_status();

@@ -5,74 +5,84 @@
 namespace kintsugi::parallel {
 namespace {
 
-int64_t bytes_of(const std::vector<int64_t>& edges) { return static_cast<int64_t>(edges.size() * sizeof(int64_t)); }
-
-// Where decay begins and ends in elements [begin, end) of the local space, counted from begin.
-std::vector<int64_t> plan_decay_edges(const runtime::ParamTable& table, std::span<const runtime::StateRange> ranges,
-                                      int64_t begin, int64_t end) {
+// Where decay begins and ends in the range, counted from its begin.
+std::vector<int64_t> plan_decay_edges(const runtime::ParamTable& table, const runtime::StateRange& range) {
   std::vector<int64_t> edges;
   const std::vector<runtime::TensorInfo>& tensors = table.tensors();
+  for (size_t t = 0; t < tensors.size(); ++t) {
+    const int64_t next = t + 1 < tensors.size() ? tensors[t + 1].offset : table.total_length();
+    const int64_t from = std::max(tensors[t].offset, range.begin);
+    if (from >= std::min(next, range.begin + range.count)) continue;
+    if (tensors[t].decay != (edges.size() % 2 == 1)) edges.push_back(from - range.begin);
+  }
+  if (edges.size() % 2 == 1) edges.push_back(range.count);
+  return edges;
+}
+
+// What of the ranges lies in [begin, end) of the local space; neighbours both there and in the model are one.
+std::vector<runtime::StateRange> within(std::span<const runtime::StateRange> ranges, int64_t begin, int64_t end) {
+  std::vector<runtime::StateRange> out;
   for (const runtime::StateRange& range : ranges) {
-    for (size_t t = 0; t < tensors.size(); ++t) {
-      const int64_t next = t + 1 < tensors.size() ? tensors[t + 1].offset : table.total_length();
-      const int64_t from = std::max(tensors[t].offset, range.begin);
-      if (from >= std::min(next, range.begin + range.count)) continue;
-      if (tensors[t].decay == (edges.size() % 2 == 1)) continue;
-      const int64_t edge = std::clamp(range.local_begin + from - range.begin, begin, end) - begin;
-      // Two at one place, as outside this part all are, say nothing.
-      if (!edges.empty() && edges.back() == edge) {
-        edges.pop_back();
-      } else {
-        edges.push_back(edge);
-      }
+    const int64_t from = std::max(begin, range.local_begin), to = std::min(end, range.local_begin + range.count);
+    if (from >= to) continue;
+    const runtime::StateRange cut{
+        .begin = range.begin + from - range.local_begin, .count = to - from, .local_begin = from};
+    const bool continues = !out.empty() && out.back().begin + out.back().count == cut.begin &&
+                           out.back().local_begin + out.back().count == cut.local_begin;
+    if (continues) {
+      out.back().count += cut.count;
+    } else {
+      out.push_back(cut);
     }
   }
-  if (edges.size() % 2 == 1) edges.push_back(end - begin);
-  return edges;
+  return out;
 }
 
 }  // namespace
 
 OwnedUpdate::OwnedUpdate(const runtime::ParamTable& table, std::span<const runtime::StateRange> ranges,
-                         std::vector<int64_t> borders)
-    : borders_(std::move(borders)) {
-  int64_t num_edges = 0;
-  for (size_t p = 0; p + 1 < borders_.size(); ++p) {
-    edges_.push_back(plan_decay_edges(table, ranges, borders_[p], borders_[p + 1]));
-    first_edge_.push_back(num_edges);
-    num_edges += static_cast<int64_t>(edges_.back().size());
+                         const std::vector<int64_t>& borders) {
+  for (size_t p = 0; p + 1 < borders.size(); ++p) {
+    first_piece_.push_back(pieces_.size());
+    for (const runtime::StateRange& range : within(ranges, borders[p], borders[p + 1])) {
+      const std::vector<int64_t> edges = plan_decay_edges(table, range);
+      pieces_.push_back({.range = range,
+                         .first_edge = static_cast<int64_t>(edges_.size()),
+                         .num_edges = static_cast<int64_t>(edges.size())});
+      edges_.insert(edges_.end(), edges.begin(), edges.end());
+    }
   }
+  first_piece_.push_back(pieces_.size());
 }
 
 // A rank that owns nothing has no edges, and no backend gives nothing.
 int64_t OwnedUpdate::device_bytes() const {
-  int64_t bytes = 0;
-  for (const std::vector<int64_t>& edges : edges_) bytes += bytes_of(edges);
-  return std::max(bytes, static_cast<int64_t>(sizeof(int64_t)));
+  return static_cast<int64_t>(std::max<size_t>(edges_.size(), 1) * sizeof(int64_t));
 }
 
 Status OwnedUpdate::prepare_device(runtime::Backend& backend, runtime::Stream& stream) {
   KTG_ASSIGN_OR_RETURN(device_edges_, backend.allocate(device_bytes(), "ranges of weight decay"));
-  for (size_t p = 0; p < edges_.size(); ++p) {
-    KTG_RETURN_IF_ERROR(
-        backend.copy(device_edges_.as<int64_t>() + first_edge_[p], edges_[p].data(), bytes_of(edges_[p]), stream));
-  }
-  return ok_status();
+  return backend.copy(device_edges_.data(), edges_.data(), static_cast<int64_t>(edges_.size() * sizeof(int64_t)),
+                      stream);
 }
 
 Status OwnedUpdate::part(int part, const runtime::TrainState& state, void* copy, kernels::DType dtype,
                          const float* gradient, const kernels::AdamWScalars* scalars, const runtime::Backend& backend,
                          runtime::Stream& stream) const {
+  const int64_t* edges = device_edges_.data() == nullptr ? edges_.data() : device_edges_.as<int64_t>();
   const auto p = static_cast<size_t>(part);
-  const int64_t begin = borders_[p], end = borders_[p + 1];
-  const int64_t* edges =
-      device_edges_.data() == nullptr ? edges_[p].data() : device_edges_.as<int64_t>() + first_edge_[p];
-  uint8_t* copy_begin = copy == nullptr ? nullptr : static_cast<uint8_t*>(copy) + begin * kernels::size_of(dtype);
-  return stream.launched(
-      backend.kernels().optimizer->adamw(state.weights + begin, state.m + begin, state.v + begin, copy_begin,
-                                         gradient + begin, end - begin, scalars, edges,
-                                         static_cast<int64_t>(edges_[p].size()), dtype, stream.handle()),
-      "adamw");
+  for (size_t i = first_piece_[p]; i < first_piece_[p + 1]; ++i) {
+    const auto& [range, first_edge, num_edges] = pieces_[i];
+    const int64_t begin = range.local_begin;
+    const kernels::Moments moments{
+        .m = state.at(1, begin), .v = state.at(2, begin), .dtype = state.moments_dtype, .first_index = range.begin};
+    uint8_t* copy_begin = copy == nullptr ? nullptr : static_cast<uint8_t*>(copy) + begin * kernels::size_of(dtype);
+    KTG_RETURN_IF_ERROR(stream.launched(
+        backend.kernels().optimizer->adamw(state.weights + begin, moments, copy_begin, gradient + begin, range.count,
+                                           scalars, edges + first_edge, num_edges, dtype, stream.handle()),
+        "adamw"));
+  }
+  return ok_status();
 }
 
 }  // namespace kintsugi::parallel

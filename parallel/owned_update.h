@@ -1,7 +1,8 @@
 // AdamW over what a rank owns of the state, in several parts: between two of them a deliberate fault can strike, and
-// the weights of a part that is done can leave for the peers while the next one is made. It knows where weight decay
-// begins and ends in each part (kernels/optimizer.h), and keeps this where kernels read it. How the state is cut
-// changes no bit. Not thread safe; one stream.
+// the weights of a part that is done can leave for the peers while the next one is made. Within a part it goes by
+// pieces, each in one range of the state, so that all of a piece has its place in the whole model, by which bf16
+// moments are rounded. It knows where weight decay begins and ends in each piece (kernels/optimizer.h), and keeps this
+// where kernels read it. How the state is cut changes no bit. Not thread safe; one stream.
 #pragma once
 
 #include <cstdint>
@@ -18,12 +19,13 @@ namespace kintsugi::parallel {
 
 class OwnedUpdate {
  public:
-  // `ranges` (TrainState::ranges) of a local space whose parts lie between `borders`: ascending, from 0 to its length.
-  // Padding goes with the tensor before it: its weights, moments and gradients are zero and stay so.
+  // `ranges` (TrainState::ranges) of a local space whose parts lie between `borders`: ascending multiples of 4, from 0
+  // to its length. Padding within a range goes with the tensor before it; that between ranges is left alone. Weights,
+  // moments and gradients of both are zero and stay so.
   OwnedUpdate(const runtime::ParamTable& table, std::span<const runtime::StateRange> ranges,
-              std::vector<int64_t> borders);
+              const std::vector<int64_t>& borders);
   static std::vector<int64_t> halves(int64_t length) { return {0, length / 2, length}; }
-  int num_parts() const { return static_cast<int>(edges_.size()); }
+  int num_parts() const { return static_cast<int>(first_piece_.size()) - 1; }
   // Device memory that prepare_device() takes.
   int64_t device_bytes() const;
   // On a device, once, before the first part(): queues the copy of what the kernels read. This object stays in place.
@@ -34,10 +36,14 @@ class OwnedUpdate {
               const kernels::AdamWScalars* scalars, const runtime::Backend& backend, runtime::Stream& stream) const;
 
  private:
-  std::vector<int64_t> borders_;             // elements: part p is [borders_[p], borders_[p + 1])
-  std::vector<std::vector<int64_t>> edges_;  // by part, counted from its begin
-  std::vector<int64_t> first_edge_;          // by part, in device_edges_
-  runtime::Buffer device_edges_;             // of all parts; empty on the CPU
+  struct Piece {
+    runtime::StateRange range;
+    int64_t first_edge, num_edges;  // of edges_
+  };
+  std::vector<size_t> first_piece_;  // by part, and one behind the last
+  std::vector<Piece> pieces_;
+  std::vector<int64_t> edges_;    // of all pieces, each counted from its begin
+  runtime::Buffer device_edges_;  // empty on the CPU
 };
 
 }  // namespace kintsugi::parallel

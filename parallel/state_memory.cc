@@ -6,18 +6,18 @@
 
 namespace kintsugi::parallel {
 
-StateMemory plan_state_memory(const runtime::ParamTable& table, const ParallelConfig& config, kernels::DType dtype,
+StateMemory plan_state_memory(const runtime::ParamTable& table, const ParallelConfig& config, const StateTypes& types,
                               int world_size) {
-  if (config.sharded()) return ShardPlan(table, config, dtype, /*rank=*/0, world_size).memory();
+  if (config.sharded()) return ShardPlan(table, config, types, /*rank=*/0, world_size).memory();
   const int64_t length = table.total_length();
   const int64_t flat_bytes = length * static_cast<int64_t>(sizeof(float));
   const int64_t buffers = config.fixed_order() ? max_gradient_buffers(config.virtual_shards, world_size) : 1;
   StateMemory memory;
   memory.weights_bytes = flat_bytes;
-  memory.moments_bytes = 2 * flat_bytes;
+  memory.moments_bytes = 2 * length * kernels::size_of(types.moments);
   memory.gradients_bytes = buffers * flat_bytes;
   memory.vote_bytes = Vote(table.units(), *Mesh::of_run(config, world_size), config, 0).memory_bytes();
-  memory.compute_copy_bytes = dtype == kernels::DType::kF32 ? 0 : length * kernels::size_of(dtype);
+  memory.compute_copy_bytes = types.compute == kernels::DType::kF32 ? 0 : length * kernels::size_of(types.compute);
   return memory;
 }
 

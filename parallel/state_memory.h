@@ -9,6 +9,11 @@
 
 namespace kintsugi::parallel {
 
+struct StateTypes {
+  kernels::DType compute = kernels::DType::kF32;  // of the weights that the kernels read
+  kernels::DType moments = kernels::DType::kF32;
+};
+
 struct StateMemory {
   int64_t weights_bytes = 0;  // in the symmetric heap, as the next three
   int64_t moments_bytes = 0;
@@ -19,7 +24,7 @@ struct StateMemory {
   int64_t compute_copy_bytes = 0;
 };
 
-StateMemory plan_state_memory(const runtime::ParamTable& table, const ParallelConfig& config, kernels::DType dtype,
+StateMemory plan_state_memory(const runtime::ParamTable& table, const ParallelConfig& config, const StateTypes& types,
                               int world_size);
 
 }  // namespace kintsugi::parallel

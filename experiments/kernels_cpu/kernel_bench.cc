@@ -222,7 +222,7 @@ void add_flat(Suite& s) {
   const DType t = s.dtype;
   const double n = static_cast<double>(kParams);
   s.cases.push_back({"adamw 3.3M", Bound::kMemory, n * (28 + (copy != nullptr ? 2 : 0)), 1, false, [=, &optimizer] {
-                       optimizer.adamw(w, m, v, copy, grad, kParams, &scalars, nullptr, 0, t, nullptr);
+                       optimizer.adamw(w, {m, v}, copy, grad, kParams, &scalars, nullptr, 0, t, nullptr);
                      }});
   static std::vector<double> partials(kParams / 4096 + 1);
   s.cases.push_back({"sum_squares 3.3M", Bound::kMemory, n * 4, 1, false, [=, &reduce] {

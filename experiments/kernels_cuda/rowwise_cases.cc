@@ -188,7 +188,7 @@ void add_flat(std::vector<Case>& cases, int64_t n) {
                        cudaMemcpy(d_edges, edges.data(), 1600, cudaMemcpyHostToDevice);
                      }
                      return [=](cudaStream_t s) {
-                       return table().optimizer->adamw(w, m, v, copy, grad, n, scalars, d_edges, 200, kType, s);
+                       return table().optimizer->adamw(w, {m, v}, copy, grad, n, scalars, d_edges, 200, kType, s);
                      };
                    }});
   cases.push_back({"sum_squares", shape, as_bytes(4 * n), 0, [=](Pool& p) -> Launch {

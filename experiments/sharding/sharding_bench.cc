@@ -237,7 +237,7 @@ double slowest(const Options& o, const RankReport* reports, double (RankReport::
 
 nlohmann::ordered_json result_of(const Options& o, const RankReport* reports) {
   const runtime::ParamTable table = runtime::ParamTable::build(o.model);
-  const parallel::StateMemory m = parallel::plan_state_memory(table, o.parallel, kernels::DType::kF32, o.ranks);
+  const parallel::StateMemory m = parallel::plan_state_memory(table, o.parallel, {kernels::DType::kF32}, o.ranks);
   const double step_s = slowest(o, reports, &RankReport::seconds),
                inside_s = slowest(o, reports, &RankReport::inside_s);
   const FullySharded::Traffic& t = reports[0].traffic;
@@ -286,7 +286,7 @@ Status run(const Options& o) {
   if (o.steps + o.warm_up > kMostSteps) return invalid_argument("too many steps");
   KTG_ASSIGN_OR_RETURN(const parallel::Mesh mesh, parallel::Mesh::of_run(o.parallel, o.ranks));
   const parallel::StateMemory m =
-      parallel::plan_state_memory(runtime::ParamTable::build(o.model), o.parallel, kernels::DType::kF32, o.ranks);
+      parallel::plan_state_memory(runtime::ParamTable::build(o.model), o.parallel, {kernels::DType::kF32}, o.ranks);
   constexpr int64_t kPieces = 4 * 64;  // each is rounded up
   const int64_t heap = m.weights_bytes + m.moments_bytes + m.gradients_bytes + m.vote_bytes + kPieces;
   std::vector<int> fds;

@@ -160,11 +160,11 @@ Status Bench::update(runtime::Stream& stream) {
   for (const runtime::TensorInfo& t : table_.tensors()) {
     const int64_t whole[] = {0, t.numel};
     void* copy = options_.dtype == "bf16" ? copy_.as<uint16_t>() + t.offset : nullptr;
-    KTG_RETURN_IF_ERROR(
-        stream.launched(k.optimizer->adamw(weights_.as<float>() + t.offset, m_.as<float>() + t.offset,
-                                           v_.as<float>() + t.offset, copy, gradients_.as<float>() + t.offset, t.numel,
-                                           &scalars, whole, t.decay ? 2 : 0, DType::kBF16, nullptr),
-                        "adamw"));
+    KTG_RETURN_IF_ERROR(stream.launched(
+        k.optimizer->adamw(weights_.as<float>() + t.offset, {m_.as<float>() + t.offset, v_.as<float>() + t.offset},
+                           copy, gradients_.as<float>() + t.offset, t.numel, &scalars, whole, t.decay ? 2 : 0,
+                           DType::kBF16, nullptr),
+        "adamw"));
   }
   return ok_status();
 }

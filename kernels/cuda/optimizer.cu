@@ -1,6 +1,8 @@
-// kernels/optimizer.h on the device: one launch for a whole flat buffer, 30 bytes an element with a bf16 copy.
+// kernels/optimizer.h on the device: one launch for a whole flat buffer, 30 bytes an element with a bf16 copy, 22 with
+// bf16 moments, too.
 #include "kernels/cuda/device.cuh"
 #include "kernels/optimizer.h"
+#include "kernels/stochastic_rounding.h"
 
 namespace kintsugi::kernels::cuda {
 namespace {
@@ -54,10 +56,51 @@ __device__ TileDecay tile_decay(int64_t first, int64_t last, const int64_t* edge
   return {within == 0, before % 2 == 1};
 }
 
-template <class T, bool kVectors>
+__device__ float widened(float x) { return x; }
+__device__ float widened(Bf16 x) { return static_cast<float>(x); }
+
+// Four elements, the first at place 4 `quad` of the model.
+__device__ void store_moments(float* m, float* v, const float (&m4)[4], const float (&v4)[4], const AdamWScalars&,
+                              int64_t) {
+  store_four(m, m4);
+  store_four(v, v4);
+}
+__device__ void store_moments(Bf16* m, Bf16* v, const float (&m4)[4], const float (&v4)[4], const AdamWScalars& s,
+                              int64_t quad) {
+  const PhiloxBlock random = moment_bits(s.seed, s.step, quad);
+  uint32_t m_bits[4], v_bits[4];
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    m_bits[e] = round_stochastically(__float_as_uint(m4[e]), random.word[e]);
+    v_bits[e] = round_stochastically(__float_as_uint(v4[e]), random.word[e] >> 16);
+  }
+  *reinterpret_cast<uint2*>(m) = make_uint2(m_bits[0] | m_bits[1] << 16, m_bits[2] | m_bits[3] << 16);
+  *reinterpret_cast<uint2*>(v) = make_uint2(v_bits[0] | v_bits[1] << 16, v_bits[2] | v_bits[3] << 16);
+}
+
+__device__ void store_moment(float* to, float x, uint32_t) { *to = x; }
+__device__ void store_moment(Bf16* to, float x, uint32_t random) {
+  *to = __ushort_as_bfloat16(round_stochastically(__float_as_uint(x), random));
+}
+
+// One element at any place.
+template <class M>
+__device__ void store_moments_of_one(M* m, M* v, float m1, float v1, const AdamWScalars& s, int64_t index) {
+  uint32_t random = 0;
+  if constexpr (!std::is_same_v<M, float>) {
+    const PhiloxBlock block = moment_bits(s.seed, s.step, index / 4);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) random = index % 4 == e ? block.word[e] : random;
+  }
+  store_moment(m, m1, random);
+  store_moment(v, v1, random >> 16);
+}
+
+// M: of the moments. first_index: place of element 0 in the model; with kVectors a multiple of 4.
+template <class T, class M, bool kVectors>
 __global__ void __launch_bounds__(kThreads)
-    adamw_kernel(float* w, float* m, float* v, T* copy, const float* grad, int64_t n, const AdamWScalars* scalars,
-                 const int64_t* edges, int64_t num_edges) {
+    adamw_kernel(float* w, M* m, M* v, T* copy, const float* grad, int64_t n, const AdamWScalars* scalars,
+                 const int64_t* edges, int64_t num_edges, int64_t first_index) {
   const int64_t tile = blockIdx.x * kTile;
   const int64_t last = tile + kTile < n ? tile + kTile - 1 : n - 1;
   const bool whole = kVectors && tile + kTile <= n;
@@ -85,28 +128,33 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int e = 0; e < 4; ++e) update.apply(w4[k][e], m4[k][e], v4[k][e], g4[k][e], decays(at + e));
       store_four(w + at, w4[k]);
-      store_four(m + at, m4[k]);
-      store_four(v + at, v4[k]);
+      store_moments(m + at, v + at, m4[k], v4[k], update.s, (first_index + at) / 4);
       if (copy != nullptr) store_four(copy + at, w4[k]);
     }
     return;
   }
   for (int64_t i = tile + threadIdx.x; i <= last; i += kThreads) {
-    update.apply(w[i], m[i], v[i], grad[i], decays(i));
+    float m1 = widened(m[i]), v1 = widened(v[i]);
+    update.apply(w[i], m1, v1, grad[i], decays(i));
+    store_moments_of_one(m + i, v + i, m1, v1, update.s, first_index + i);
     if (copy != nullptr) copy[i] = static_cast<T>(w[i]);
   }
 }
 
-KernelError adamw(float* w, float* m, float* v, void* compute_copy, const float* grad, int64_t n,
+KernelError adamw(float* w, const Moments& moments, void* compute_copy, const float* grad, int64_t n,
                   const AdamWScalars* scalars, const int64_t* decay_edges, int64_t num_edges, DType copy_dtype,
                   StreamHandle stream) {
   if (n <= 0) return kKernelOk;
   const auto blocks = static_cast<uint32_t>(ceil_div(n, kTile));
+  const bool vectors = aligned16(w, moments.m, moments.v, compute_copy, grad) && moments.first_index % 4 == 0;
   return for_dtype(copy_dtype, [&]<class T>(T) {
-    const auto kernel = aligned16(w, m, v, compute_copy, grad) ? adamw_kernel<T, true> : adamw_kernel<T, false>;
-    kernel<<<blocks, kThreads, 0, stream_of(stream)>>>(w, m, v, static_cast<T*>(compute_copy), grad, n, scalars,
-                                                       decay_edges, num_edges);
-    return launch_error();
+    return for_dtype(moments.dtype, [&]<class M>(M) {
+      const auto kernel = vectors ? adamw_kernel<T, M, true> : adamw_kernel<T, M, false>;
+      kernel<<<blocks, kThreads, 0, stream_of(stream)>>>(w, static_cast<M*>(moments.m), static_cast<M*>(moments.v),
+                                                         static_cast<T*>(compute_copy), grad, n, scalars, decay_edges,
+                                                         num_edges, moments.first_index);
+      return launch_error();
+    });
   });
 }
 

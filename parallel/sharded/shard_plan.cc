@@ -74,7 +74,7 @@ LeafRuns plan_leaf_runs(int64_t num_shards, int world_size) {
   return runs;
 }
 
-ShardPlan::ShardPlan(const runtime::ParamTable& table, const ParallelConfig& config, kernels::DType dtype, int rank,
+ShardPlan::ShardPlan(const runtime::ParamTable& table, const ParallelConfig& config, const StateTypes& types, int rank,
                      int world_size)
     : mesh(Mesh::of_run(config, world_size).value()),
       num_shards(mesh.size(kShardAxis)),
@@ -84,12 +84,12 @@ ShardPlan::ShardPlan(const runtime::ParamTable& table, const ParallelConfig& con
       shards(table.units(), num_shards, shard),
       fixed(config.fixed_order()),
       wire_bf16(!fixed && num_shards > 1 && config.gradient_dtype == "bf16"),
-      rounded(dtype != kernels::DType::kF32),
+      rounded(types.compute != kernels::DType::kF32),
       every_step(fixed || (world_size > 1 && !config.accumulates_whole())),
       tied(!has_head_matrix(table)),
       one_rank(world_size == 1),
       alone(one_rank && !fixed),
-      dtype_(dtype) {
+      types_(types) {
   const int units = table.num_units();
   std::vector<int64_t> gathered, whole, received_lengths;
   const std::vector<bool> none(static_cast<size_t>(units), false);
@@ -116,7 +116,7 @@ StateMemory ShardPlan::memory() const {
   StateMemory m;
   // With the rounded copy that peers read.
   m.weights_bytes = local * (kFloat + (rounded ? weight_bytes() : 0));
-  m.moments_bytes = 2 * local * kFloat;
+  m.moments_bytes = 2 * local * kernels::size_of(types_.moments);
   m.gradients_bytes = (local * leaves.num_buffers + gradients.length) * kFloat;
   // In bf16 on the wire: what is sent and what comes.
   m.gradients_bytes += wire_bf16 ? 2 * received.length * kBf16 : received.length * kFloat;

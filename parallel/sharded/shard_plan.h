@@ -35,7 +35,7 @@ LeafRuns plan_leaf_runs(int64_t num_shards, int world_size);
 
 class ShardPlan {
  public:
-  ShardPlan(const runtime::ParamTable& table, const ParallelConfig& config, kernels::DType dtype, int rank,
+  ShardPlan(const runtime::ParamTable& table, const ParallelConfig& config, const StateTypes& types, int rank,
             int world_size);
 
   const Mesh mesh;
@@ -55,13 +55,13 @@ class ShardPlan {
   StateMemory memory() const;
   // Where the local space is cut for the update: unit by unit where each is gathered next, else in halves.
   std::vector<int64_t> update_borders() const;
-  int64_t weight_bytes() const { return kernels::size_of(dtype_); }  // of one element that the kernels read
+  int64_t weight_bytes() const { return kernels::size_of(types_.compute); }  // of one element that the kernels read
   // Slots that hold units of different layouts: what one leaves in another's padding must go.
   bool shared_ends() const { return !alone && gradients.of_unit.front() == gradients.of_unit.back(); }
   int num_units() const { return shards.num_units(); }
 
  private:
-  kernels::DType dtype_;
+  StateTypes types_;
   int64_t vote_bytes_ = 0;
 };
 

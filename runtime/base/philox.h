@@ -10,7 +10,13 @@ namespace kintsugi {
 
 // Keeps numbers drawn for different ends apart although they share the run's seed. Values are part of what a
 // seed means: never renumber them.
-enum class RandomPurpose : uint32_t { kInitialWeights = 1, kDataOrder = 2, kSampling = 3, kTest = 1000 };
+enum class RandomPurpose : uint32_t {
+  kInitialWeights = 1,
+  kDataOrder = 2,
+  kSampling = 3,
+  kMomentRounding = 4,
+  kTest = 1000
+};
 
 // One Philox block: 128 random bits of `counter` under `key`.
 inline std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {

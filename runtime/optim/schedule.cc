@@ -45,6 +45,8 @@ void describe(ConfigTable& table, OptimizerConfig& c) {
   table.add("optimizer.eps", &c.eps, "added to the root of the second moment");
   table.add("optimizer.weight_decay", &c.weight_decay, "decoupled decay, on matrices only");
   table.add("optimizer.clip_norm", &c.clip_norm, "largest global gradient norm; 0: off");
+  table.add("optimizer.moments_dtype", &c.moments_dtype,
+            "how both moments are kept; bf16: half the memory, rounded stochastically", {"fp32", "bf16"});
 }
 
 void describe(ConfigTable& table, SchedulerConfig& c) {

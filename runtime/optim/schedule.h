@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string>
 
+#include "kernels/types.h"
 #include "runtime/base/config_table.h"
 #include "runtime/base/status.h"
 
@@ -12,8 +13,10 @@ namespace kintsugi::runtime {
 struct OptimizerConfig {
   double lr = 1e-3;  // peak
   double beta1 = 0.9, beta2 = 0.95, eps = 1e-8;
-  double weight_decay = 0.1;  // matrices only
-  double clip_norm = 1.0;     // global gradient norm; 0: off
+  double weight_decay = 0.1;           // matrices only
+  double clip_norm = 1.0;              // global gradient norm; 0: off
+  std::string moments_dtype = "fp32";  // "bf16": half the memory, rounded stochastically
+  kernels::DType moments() const { return moments_dtype == "bf16" ? kernels::DType::kBF16 : kernels::DType::kF32; }
   Status validate() const;
 };
 

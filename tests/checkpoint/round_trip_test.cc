@@ -130,6 +130,33 @@ TEST_F(RoundTripTest, ShardsOfManyRangesAreReadInAnySlices) {
   }
 }
 
+// bf16 goes into fp32 files, and digests, as the numbers that it is.
+TEST_F(RoundTripTest, Bf16MomentsAreWrittenAsTheFp32NumbersThatTheyAre) {
+  TestState rounded = state_;
+  std::vector<uint16_t> m(state_.m.size()), v(state_.v.size());
+  for (const auto& [narrow, wide] : {std::pair{&m, &rounded.m}, std::pair{&v, &rounded.v}}) {
+    const auto n = static_cast<int64_t>(wide->size());
+    runtime::narrow(narrow->data(), kernels::DType::kBF16, wide->data(), n);
+    runtime::widen(wide->data(), narrow->data(), kernels::DType::kBF16, n);
+  }
+  const int64_t length = table_.total_length();
+  const auto partial = begin_checkpoint(fs_, dir_, 1, "a");
+  ASSERT_TRUE(partial.ok());
+  const CheckpointMeta meta = meta_at(1, 1);
+  const ShardView view{rounded.weights.data(), m.data(), v.data(), {{0, length, 0}}, kernels::DType::kBF16};
+  const auto record = write_shard(fs_, *partial, table_, view, meta, 0);
+  ASSERT_TRUE(record.ok()) << record.status().to_string();
+  KTG_ASSERT_OK(commit_checkpoint(fs_, dir_, *partial, meta, table_, {*record}, 1));
+  const auto info = newest_checkpoint(fs_, dir_, nullptr);
+  ASSERT_TRUE(info.ok()) << info.status().to_string();
+  TestState loaded(table_, kSeed + 1);
+  KTG_ASSERT_OK(load_state(fs_, *info, table_, loaded.weights.data(), loaded.m.data(), loaded.v.data(), {0, length}));
+  EXPECT_EQ(loaded, rounded);
+  runtime::TrainState kept{rounded.weights.data(), m.data(), v.data(), length, 1, 24, {}, kernels::DType::kBF16};
+  const runtime::TrainState wide{rounded.weights.data(), rounded.m.data(), rounded.v.data(), length, 1, 24};
+  EXPECT_EQ(state_sha256(table_, kept), state_sha256(table_, wide));
+}
+
 TEST_F(RoundTripTest, AShardThatHoldsATensorInTwoPiecesIsRefused) {
   const auto partial = begin_checkpoint(fs_, dir_, 1, "a");
   ASSERT_TRUE(partial.ok());

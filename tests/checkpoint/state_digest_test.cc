@@ -41,8 +41,9 @@ std::string raw(T value) {
 std::string by_definition(const runtime::ParamTable& table, const runtime::TrainState& state) {
   std::string all;
   for (const runtime::TensorInfo& tensor : table.tensors()) {
-    const std::pair<std::string, const float*> parts[] = {
-        {tensor.name, state.weights}, {tensor.name + ".m", state.m}, {tensor.name + ".v", state.v}};
+    const std::pair<std::string, const float*> parts[] = {{tensor.name, state.weights},
+                                                          {tensor.name + ".m", static_cast<const float*>(state.m)},
+                                                          {tensor.name + ".v", static_cast<const float*>(state.v)}};
     for (const auto& [name, buffer] : parts) {
       const std::string bytes(reinterpret_cast<const char*>(buffer + tensor.offset),
                               static_cast<size_t>(tensor.numel) * 4);
@@ -74,7 +75,8 @@ std::string shared_digest(const runtime::ParamTable& table, const runtime::Train
   const auto ranks = flat_cover.size();
   std::vector<std::vector<runtime::StateRange>> cover(ranks);
   std::vector<std::vector<float>> memory(3 * ranks);
-  const float* const buffers[] = {whole.weights, whole.m, whole.v};
+  const float* const buffers[] = {whole.weights, static_cast<const float*>(whole.m),
+                                  static_cast<const float*>(whole.v)};
   for (size_t r = 0; r < ranks; ++r) {
     for (runtime::StateRange range : flat_cover[r]) {
       range.local_begin = static_cast<int64_t>(memory[3 * r].size());

@@ -6,6 +6,7 @@
 #include "kernels/embedding.h"
 #include "kernels/optimizer.h"
 #include "kernels/rope.h"
+#include "kernels/stochastic_rounding.h"
 #include "tests/kernels/adamw_scalars.h"
 
 namespace kintsugi::kernels {
@@ -138,10 +139,10 @@ TEST_P(ElementwiseTest, AdamwMatchesTheReferenceAndWritesTheCopy) {
       for (int64_t i = 0; i < n; ++i) v.set(i, i % 5 == 0 ? 0.0f : m.get(i) * m.get(i));
       const Array grad = Array::normal(DType::kF32, n, rng_);
       Array copy(dtype(), n), w_ref = w, m_ref = m, v_ref = v;
-      ASSERT_EQ(fast().optimizer->adamw(w.f32(), m.f32(), v.f32(), copy.data(), grad.f32(), n, &scalars, edges.data(),
-                                        num_edges, dtype(), nullptr),
+      ASSERT_EQ(fast().optimizer->adamw(w.f32(), {m.data(), v.data()}, copy.data(), grad.f32(), n, &scalars,
+                                        edges.data(), num_edges, dtype(), nullptr),
                 kKernelOk);
-      reference::optimizer().adamw(w_ref.f32(), m_ref.f32(), v_ref.f32(), nullptr, grad.f32(), n, &scalars,
+      reference::optimizer().adamw(w_ref.f32(), {m_ref.data(), v_ref.data()}, nullptr, grad.f32(), n, &scalars,
                                    edges.data(), num_edges, dtype(), nullptr);
       // m: two products and a sum of numbers up to 0.2 (g up to 5 * 0.037). The step m/sqrt(v): at most 30 here, eight
       // relative roundings, times lr; m's own error counts where it cancels: over sqrt(v) >= 1e-4.
@@ -168,15 +169,15 @@ TEST_P(ElementwiseTest, AdamwBitsDoNotDependOnTheSliceOrTheThreads) {
   Array first(DType::kF32, 0);
   for_thread_counts([&](int threads) {
     Array w = w0, m = m0, v = v0, copy(dtype(), n);
-    fast().optimizer->adamw(w.f32(), m.f32(), v.f32(), copy.data(), grad.f32(), n, &scalars, nullptr, 0, dtype(),
+    fast().optimizer->adamw(w.f32(), {m.data(), v.data()}, copy.data(), grad.f32(), n, &scalars, nullptr, 0, dtype(),
                             nullptr);
     if (threads == 1) first = w;
     EXPECT_TRUE(w.same_bits(first)) << threads << " threads";
   });
   Array w = w0, m = m0, v = v0;
   const auto slice = [&](int64_t begin, int64_t end) {
-    fast().optimizer->adamw(w.f32() + begin, m.f32() + begin, v.f32() + begin, nullptr, grad.f32() + begin, end - begin,
-                            &scalars, nullptr, 0, DType::kF32, nullptr);
+    fast().optimizer->adamw(w.f32() + begin, {m.f32() + begin, v.f32() + begin}, nullptr, grad.f32() + begin,
+                            end - begin, &scalars, nullptr, 0, DType::kF32, nullptr);
   };
   slice(0, cut);
   slice(cut, n);
@@ -188,10 +189,88 @@ TEST_P(ElementwiseTest, AdamwSkipLeavesEverythingAsItIs) {
   scalars.skip = 1;
   const Array x = Array::normal(DType::kF32, 33, rng_);
   Array w = x, m = x, v = x, copy(dtype(), 33), untouched(dtype(), 33);
-  ASSERT_EQ(fast().optimizer->adamw(w.f32(), m.f32(), v.f32(), copy.data(), x.f32(), 33, &scalars, nullptr, 0, dtype(),
-                                    nullptr),
+  ASSERT_EQ(fast().optimizer->adamw(w.f32(), {m.data(), v.data()}, copy.data(), x.f32(), 33, &scalars, nullptr, 0,
+                                    dtype(), nullptr),
             kKernelOk);
   EXPECT_TRUE(w.same_bits(x) && m.same_bits(x) && v.same_bits(x) && copy.same_bits(untouched));
+}
+
+// Rounded moments are one of the two neighbours, the same one in every implementation, thread and slice, and the
+// weights are made of what they were before.
+TEST_P(ElementwiseTest, AdamwRoundsBf16MomentsAsTheReferenceDoes) {
+  const int64_t n = 40003, cut = 12346, first_index = (int64_t{1} << 33) + 5;
+  const ExactUpdate update(n, rng_);
+  const std::vector<int64_t> edges{5, 777, 12345, n};
+  const auto run = [&](const OptimizerKernels& kernels, Array& w, Array& m, Array& v, int64_t begin, int64_t end,
+                       const std::vector<int64_t>& decay) {
+    Array copy(dtype(), end - begin);
+    return kernels.adamw(w.f32() + begin, {m.at(begin), v.at(begin), DType::kBF16, first_index + begin}, copy.data(),
+                         update.grad.f32() + begin, end - begin, &update.scalars, decay.data(),
+                         static_cast<int64_t>(decay.size()), dtype(), nullptr);
+  };
+  Array w_ref = update.w, m_ref = update.m, v_ref = update.v;
+  ASSERT_EQ(run(reference::optimizer(), w_ref, m_ref, v_ref, 0, n, edges), kKernelOk);
+  for_thread_counts([&](int threads) {
+    Array w = update.w, m = update.m, v = update.v;
+    ASSERT_EQ(run(*fast().optimizer, w, m, v, 0, n, edges), kKernelOk);
+    EXPECT_TRUE(m.same_bits(m_ref)) << "m, threads " << threads;
+    EXPECT_TRUE(v.same_bits(v_ref)) << "v, threads " << threads;
+    expect_close(w, w_ref, 3e-3 * 32 * 16 * kF32Round, 2 * kF32Round, "w");
+  });
+  Array w = update.w, m = update.m, v = update.v;
+  ASSERT_EQ(run(*fast().optimizer, w, m, v, 0, cut, {}), kKernelOk);
+  ASSERT_EQ(run(*fast().optimizer, w, m, v, cut, n, {}), kKernelOk);
+  EXPECT_TRUE(m.same_bits(m_ref) && v.same_bits(v_ref)) << "in two slices";
+  for (int64_t i = 0; i < n; ++i) {
+    for (const auto& [rounded, exact] :
+         {std::pair{m_ref.get(i), update.exact_m(i)}, std::pair{v_ref.get(i), update.exact_v(i)}}) {
+      ASSERT_LE(std::fabs(rounded - exact), 2 * kBF16Round * std::fabs(exact)) << i;
+      if (to_float(to_bfloat16(exact)) == exact) {
+        ASSERT_EQ(rounded, exact) << i;
+      }
+    }
+  }
+}
+
+// The mean over many steps comes to the number itself, where rounding to nearest would be off by up to half a unit; the
+// two moments of an element are rounded independently, and so are neighbours.
+TEST(StochasticRoundingTest, IsUnbiasedAndIndependent) {
+  std::mt19937 rng(std::random_device{}());
+  const auto seed = static_cast<uint64_t>(rng());
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  constexpr int kDraws = 40000;
+  for (const float x : {1.0f + 0x1p-10f, -3.14159265f, 1e-12f, 0.0f, 0.7071f}) {
+    const uint32_t bits = std::bit_cast<uint32_t>(x);
+    const double share = (bits & 0xffffu) / 65536.0;  // of those that go away from zero
+    int64_t away[2] = {}, both = 0, pairs = 0;
+    for (int step = 1; step <= kDraws; ++step) {
+      const PhiloxBlock block = moment_bits(seed, step, 12345);
+      const bool m = round_stochastically(bits, block.word[1]) != bits >> 16;
+      const bool v = round_stochastically(bits, block.word[1] >> 16) != bits >> 16;
+      const bool next = round_stochastically(bits, block.word[2]) != bits >> 16;
+      away[0] += m, away[1] += v, both += m && v, pairs += m && next;
+    }
+    // Six standard deviations of a count of independent draws.
+    const auto close = [&](int64_t count, double p, const char* what) {
+      EXPECT_NEAR(static_cast<double>(count), p * kDraws, 6 * std::sqrt(kDraws * p * (1 - p)) + 1e-9) << x << what;
+    };
+    close(away[0], share, ": m");
+    close(away[1], share, ": v");
+    close(both, share * share, ": both moments");
+    close(pairs, share * share, ": neighbours");
+  }
+}
+
+TEST(StochasticRoundingTest, KeepsWhatIsNotFiniteAndZero) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  for (const uint32_t random : {0u, 0xffffu}) {
+    EXPECT_EQ(round_stochastically(std::bit_cast<uint32_t>(infinity), random), 0x7f80);
+    EXPECT_EQ(round_stochastically(std::bit_cast<uint32_t>(-infinity), random), 0xff80);
+    EXPECT_TRUE(std::isnan(to_float(BFloat16{round_stochastically(0x7f800001u, random)})));
+    EXPECT_TRUE(std::isnan(to_float(BFloat16{round_stochastically(0xffffffffu, random)})));
+    EXPECT_EQ(round_stochastically(0, random), 0);
+    EXPECT_EQ(round_stochastically(0x80000000u, random), 0x8000);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Cpu, ElementwiseTest, ::testing::ValuesIn(all_variant_cases()), case_name);

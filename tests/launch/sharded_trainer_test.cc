@@ -139,6 +139,51 @@ TEST_F(ShardedTrainerTest, AnyModeAndWorldSizeGoesOnFromAnyOther) {
   EXPECT_EQ(got.back().sha256(), want);
 }
 
+TEST_F(ShardedTrainerTest, Bf16MomentsEndWithTheBitsOfOneRankThroughModesAndDeaths) {
+  config_.optimizer.moments_dtype = "bf16";
+  config_.checkpoint.every = 2;
+  config_.training.steps = 6;
+  const std::string want = whole().sha256();
+  RunConfig killed = sharded({"zero3", 3, 0});  // from a snapshot
+  kill(killed, 1, 4, "mid-reduce");
+  EXPECT_EQ(finished_job(killed, 3).sha256(), want);
+  killed = config_;  // from a peer's memory
+  kill(killed, 1, 4, "mid-update");
+  EXPECT_EQ(finished_job(killed, 3).sha256(), want);
+  std::vector<TrainingJob::Outcome> got;
+  ASSERT_NO_FATAL_FAILURE(go_on_through({{"zero3", 8, 0}, {"ddp", 3, 0}, {"zero2", 4, 2}}, got));
+  EXPECT_EQ(got.back().sha256(), want);
+}
+
+TEST_F(ShardedTrainerTest, MomentsOfAnotherTypeAreConvertedAndTheLogSaysHow) {
+  config_.checkpoint.every = 2;
+  config_.training.steps = 2;
+  const std::string dir = dir_.path() + "/checkpoint";
+  TrainingJob first(config_, 1);
+  first.save_checkpoints(dir);
+  ASSERT_TRUE(first.run().status.ok());
+  config_.training.steps = 4;
+  config_.optimizer.moments_dtype = "bf16";
+  std::vector<std::string> digests;
+  for (const Mode& m : {Mode{"zero1", 1, 0}, {"zero3", 3, 0}}) {
+    TrainingJob job(sharded(m), m.world_size);
+    job.save_checkpoints(dir_.path() + "/" + name_of(m));
+    job.resume_from(dir + "/step-2", 2);
+    const TrainingJob::Outcome outcome = job.run();
+    ASSERT_TRUE(outcome.status.ok()) << outcome.status.to_string();
+    EXPECT_THAT(outcome.log.front(), HasSubstr("fp32 moments were rounded to the nearest bf16"));
+    digests.push_back(outcome.sha256());
+  }
+  EXPECT_EQ(digests[0], digests[1]);
+  config_.training.steps = 5;
+  config_.optimizer.moments_dtype = "fp32";
+  TrainingJob back(config_, 1);
+  back.resume_from(dir_.path() + "/zero3_3ranks/step-4", 4);
+  const TrainingJob::Outcome outcome = back.run();
+  ASSERT_TRUE(outcome.status.ok()) << outcome.status.to_string();
+  EXPECT_THAT(outcome.log.front(), HasSubstr("bf16 moments go on in fp32"));
+}
+
 // Cases from the field: a vocabulary, a width and a batch that divide by nothing, ranks that own nothing of a unit.
 TEST_F(ShardedTrainerTest, SizesThatDivideByNothingGoOnAtAnyWorldSize) {
   config_.model.vocab_size = 251;

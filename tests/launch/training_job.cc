@@ -272,10 +272,10 @@ Status TrainingJob::snapshot_ready(int rank, int64_t step, int64_t cursor, void*
   const std::scoped_lock lock(mutex_);
   if (checkpoint_dir_.empty()) return ok_status();
   const runtime::ParamTable table = runtime::ParamTable::build(config_.model);
-  const int64_t count = state_layout(config_, table, rank, world_size_).slot_length;
+  const int64_t bytes = state_layout(config_, table, rank, world_size_).slot_bytes();
   const float* data = static_cast<const float*>(slot);
   auto& shards = snapshots_[step];
-  shards[rank].assign(data, data + 3 * count);
+  shards[rank].assign(data, data + bytes / static_cast<int64_t>(sizeof(float)));
   if (static_cast<int>(shards.size()) < world_size_) return ok_status();
   FileSystem& fs = FileSystem::posix();
   checkpoint::CheckpointMeta meta;

@@ -1,7 +1,10 @@
 // kernels/optimizer.h, vectorised: one pass, reads w, m, v, grad, writes w, m, v and the copy (28 + 2 or 4 bytes an
-// element). Elements are independent, so a slice's cut changes no bit.
+// element, 8 less with bf16 moments). Elements are independent, so a slice's cut changes no bit.
+#include <cstring>
+
 #include "kernels/cpu/simd/parallel.h"
 #include "kernels/cpu/simd/tables.h"
+#include "kernels/stochastic_rounding.h"
 
 namespace kintsugi::kernels::cpu::KTG_ISA {
 namespace {
@@ -39,7 +42,80 @@ void update(float* w, float* m, float* v, T* copy, const float* grad, int64_t co
   });
 }
 
-KernelError adamw(float* w, float* m, float* v, void* compute_copy, const float* grad, int64_t n,
+// bf16 moments pass through small fp32 buffers, as many elements at a time as share kQuads blocks of random bits.
+constexpr int64_t kQuads = 16;
+
+// random[i]: word i % 4 of moment_bits(seed, step, first_quad + i / 4). Lane by lane, for the compiler to vectorise.
+inline void draw_bits(uint32_t (&random)[4 * kQuads], uint64_t seed, int64_t step, int64_t first_quad) {
+  uint32_t c0[kQuads], c1[kQuads], c2[kQuads], c3[kQuads];
+  for (int64_t l = 0; l < kQuads; ++l) {
+    const auto index = static_cast<uint64_t>(first_quad + l);
+    c0[l] = static_cast<uint32_t>(index);
+    c1[l] = static_cast<uint32_t>(index >> 32);
+    c2[l] = static_cast<uint32_t>(step);
+    c3[l] = kMomentRoundingPurpose;
+  }
+  auto key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < kPhiloxRounds; ++round, key0 += kPhiloxWeyl0, key1 += kPhiloxWeyl1) {
+    for (int64_t l = 0; l < kQuads; ++l) {
+      const uint64_t product0 = kPhiloxMultiplier0 * c0[l], product1 = kPhiloxMultiplier1 * c2[l];
+      c0[l] = static_cast<uint32_t>(product1 >> 32) ^ c1[l] ^ key0;
+      c1[l] = static_cast<uint32_t>(product1);
+      c2[l] = static_cast<uint32_t>(product0 >> 32) ^ c3[l] ^ key1;
+      c3[l] = static_cast<uint32_t>(product0);
+    }
+  }
+  for (int64_t l = 0; l < kQuads; ++l) {
+    random[4 * l] = c0[l], random[4 * l + 1] = c1[l], random[4 * l + 2] = c2[l], random[4 * l + 3] = c3[l];
+  }
+}
+
+inline void widen(float* to, const Bf16* from, int64_t count) {
+  for_vectors(count, [&](int64_t i, auto lanes) { store(to + i, load(from + i, lanes), lanes); });
+}
+
+inline void round_all(Bf16* to, const float* from, const uint32_t* random, int shift, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, from + i, sizeof bits);
+    to[i].bits = round_stochastically(bits, random[i] >> shift);
+  }
+}
+
+// `index`: place of element 0 in the model.
+template <class T, bool kCopy>
+void update_rounded(float* w, Bf16* m, Bf16* v, T* copy, const float* grad, int64_t count, const Constants& k,
+                    const AdamWScalars& s, int64_t index) {
+  float wide_m[4 * kQuads], wide_v[4 * kQuads];
+  uint32_t random[4 * kQuads];
+  for (int64_t i = 0; i < count;) {
+    const int64_t before = (index + i) % 4;  // of the quad, in an earlier chunk
+    const int64_t n = min_of(count - i, 4 * kQuads - before);
+    draw_bits(random, s.seed, s.step, (index + i) / 4);
+    widen(wide_m, m + i, n);
+    widen(wide_v, v + i, n);
+    update<T, kCopy>(w + i, wide_m, wide_v, kCopy ? copy + i : nullptr, grad + i, n, k);
+    round_all(m + i, wide_m, random + before, 0, n);
+    round_all(v + i, wide_v, random + before, 16, n);
+    i += n;
+  }
+}
+
+// Elements [at, at + count) of a call.
+template <class T, bool kCopy>
+void update_slice(float* w, const Moments& moments, T* copy, const float* grad, int64_t at, int64_t count,
+                  const Constants& k, const AdamWScalars& s) {
+  T* const copy_at = kCopy ? copy + at : nullptr;
+  if (moments.dtype == DType::kF32) {
+    update<T, kCopy>(w + at, static_cast<float*>(moments.m) + at, static_cast<float*>(moments.v) + at, copy_at,
+                     grad + at, count, k);
+  } else {
+    update_rounded<T, kCopy>(w + at, static_cast<Bf16*>(moments.m) + at, static_cast<Bf16*>(moments.v) + at, copy_at,
+                             grad + at, count, k, s, moments.first_index + at);
+  }
+}
+
+KernelError adamw(float* w, const Moments& moments, void* compute_copy, const float* grad, int64_t n,
                   const AdamWScalars* scalars, const int64_t* decay_edges, int64_t num_edges, DType copy_dtype,
                   StreamHandle) {
   if (scalars->skip != 0) return kKernelOk;
@@ -47,11 +123,11 @@ KernelError adamw(float* w, float* m, float* v, void* compute_copy, const float*
     for_decay_ranges(n, decay_edges, num_edges, [&](int64_t first, int64_t last, bool decay) {
       parallel_elements(last - first, [&](int64_t begin, int64_t end) {
         const Constants k = constants_of(*scalars, decay);
-        const int64_t at = first + begin, count = end - begin;
-        if (compute_copy != nullptr) {
-          update<T, true>(w + at, m + at, v + at, static_cast<T*>(compute_copy) + at, grad + at, count, k);
+        T* const copy = static_cast<T*>(compute_copy);
+        if (copy != nullptr) {
+          update_slice<T, true>(w, moments, copy, grad, first + begin, end - begin, k, *scalars);
         } else {
-          update<T, false>(w + at, m + at, v + at, nullptr, grad + at, count, k);
+          update_slice<T, false>(w, moments, copy, grad, first + begin, end - begin, k, *scalars);
         }
       });
     });

@@ -1,4 +1,6 @@
 // The device's activations, rotary embedding and AdamW against the reference loops.
+#include <memory>
+
 #include "tests/kernels/adamw_scalars.h"
 #include "tests/kernels/cuda/rowwise_testing.h"
 
@@ -113,9 +115,11 @@ TEST_P(CudaElementwiseTest, RotationMatchesTheReferenceAndItsInverseRestores) {
   }
 }
 
+bool has_fused_operations() { return std::string(cpu::best_isa().name) != "baseline"; }
+
 // The buffers of one optimizer call, on the device.
-struct Moments {
-  Moments(const Array& w_, const Array& m_, const Array& v_, DType copy_dtype)
+struct Buffers {
+  Buffers(const Array& w_, const Array& m_, const Array& v_, DType copy_dtype)
       : w(w_), m(m_), v(v_), copy(w_.size() * size_of(copy_dtype)) {}
   DeviceMemory w, m, v, copy;
 };
@@ -137,12 +141,12 @@ TEST_P(CudaElementwiseTest, AdamwMatchesTheReferenceAndWritesTheCopy) {
         for (int64_t i = 0; i < n; ++i) v.set(i, i % 5 == 0 ? 0.0f : m.get(i) * m.get(i));
         const Array grad = normal_f32(n);
         const DeviceMemory d_grad(grad), d_edges(edges), d_scalars(&scalars, sizeof scalars);
-        const Moments d(w, m, v, dtype());
-        EXPECT_EQ(cuda::optimizer().adamw(d.w.as<float>(), d.m.as<float>(), d.v.as<float>(), d.copy.data(),
-                                          d_grad.as<float>(), n, d_scalars.as<AdamWScalars>(), d_edges.as<int64_t>(),
-                                          num_edges, dtype(), nullptr),
-                  kKernelOk);
-        reference::optimizer().adamw(w.f32(), m.f32(), v.f32(), nullptr, grad.f32(), n, &scalars, edges.data(),
+        const Buffers d(w, m, v, dtype());
+        EXPECT_EQ(
+            cuda::optimizer().adamw(d.w.as<float>(), {d.m.data(), d.v.data()}, d.copy.data(), d_grad.as<float>(), n,
+                                    d_scalars.as<AdamWScalars>(), d_edges.as<int64_t>(), num_edges, dtype(), nullptr),
+            kKernelOk);
+        reference::optimizer().adamw(w.f32(), {m.data(), v.data()}, nullptr, grad.f32(), n, &scalars, edges.data(),
                                      num_edges, dtype(), nullptr);
         // m: two products and a sum of numbers up to 0.2 (g up to 5 * 0.037). The step m/sqrt(v): at most 30 here,
         // eight relative roundings, times lr; m's own error counts where it cancels: over sqrt(v) >= 1e-4.
@@ -166,12 +170,12 @@ TEST_P(CudaElementwiseTest, AdamwBitsDoNotDependOnTheSliceAndSkipLeavesEverythin
   const Array w = normal_f32(n), grad = normal_f32(n), m = normal_f32(n, 0.01f);
   Array v = m;
   for (int64_t i = 0; i < n; ++i) v.set(i, m.get(i) * m.get(i));
-  const Moments whole(w, m, v, dtype()), pieces(w, m, v, dtype()), skipped(w, m, v, dtype());
+  const Buffers whole(w, m, v, dtype()), pieces(w, m, v, dtype()), skipped(w, m, v, dtype());
   const DeviceMemory d_grad(grad), d_scalars(&scalars, sizeof scalars);
   scalars.skip = 1;
   const DeviceMemory d_skip(&scalars, sizeof scalars);
-  const auto update = [&](const Moments& d, int64_t begin, int64_t end, const DeviceMemory& by) {
-    EXPECT_EQ(cuda::optimizer().adamw(d.w.as<float>() + begin, d.m.as<float>() + begin, d.v.as<float>() + begin,
+  const auto update = [&](const Buffers& d, int64_t begin, int64_t end, const DeviceMemory& by) {
+    EXPECT_EQ(cuda::optimizer().adamw(d.w.as<float>() + begin, {d.m.as<float>() + begin, d.v.as<float>() + begin},
                                       d.copy.as<char>() + begin * size_of(dtype()), d_grad.as<float>() + begin,
                                       end - begin, by.as<AdamWScalars>(), nullptr, 0, dtype(), nullptr),
               kKernelOk);
@@ -186,6 +190,54 @@ TEST_P(CudaElementwiseTest, AdamwBitsDoNotDependOnTheSliceAndSkipLeavesEverythin
   expect_same_bits(skipped.w.array(DType::kF32), w, "w");
   expect_same_bits(skipped.m.array(DType::kF32), m, "m");
   expect_same_bits(skipped.copy.array(dtype()), Array(dtype(), n), "copy");
+}
+
+// The numbers before rounding are exact (adamw_scalars.h), so the reference's bits are the only right ones; and with
+// numbers that are not, the bits are those of the fused operations of the CPU.
+TEST_P(CudaElementwiseTest, AdamwRoundsBf16MomentsAsTheReferenceAndTheCpuDo) {
+  for (const int64_t n : {1, 9, 4096, 40003}) {
+    for (const int64_t first_index : {int64_t{0}, int64_t{6}, (int64_t{1} << 33) + 4}) {
+      const std::string what = ", n " + std::to_string(n) + " first index " + std::to_string(first_index);
+      ExactUpdate exact(n, rng_);
+      const std::vector<int64_t> edges = n > 1000 ? std::vector<int64_t>{5, 777, 2000, n} : std::vector<int64_t>{0, n};
+      const DeviceMemory d_edges(edges);
+      const auto on_device = [&](const ExactUpdate& u, int64_t cut) {
+        auto d = std::make_unique<Buffers>(u.w, u.m, u.v, dtype());
+        const DeviceMemory d_grad(u.grad), d_scalars(&u.scalars, sizeof u.scalars);
+        for (const auto& [begin, end] : {std::pair{int64_t{0}, cut}, std::pair{cut, n}}) {
+          EXPECT_EQ(cuda::optimizer().adamw(
+                        d->w.as<float>() + begin,
+                        {d->m.as<char>() + 2 * begin, d->v.as<char>() + 2 * begin, DType::kBF16, first_index + begin},
+                        d->copy.as<char>() + begin * size_of(dtype()), d_grad.as<float>() + begin, end - begin,
+                        d_scalars.as<AdamWScalars>(), d_edges.as<int64_t>(),
+                        cut == 0 ? static_cast<int64_t>(edges.size()) : 0, dtype(), nullptr),
+                    kKernelOk);
+        }
+        EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+        return d;
+      };
+      const auto on_host = [&](const OptimizerKernels& kernels, const ExactUpdate& u, Array& w, Array& m, Array& v) {
+        EXPECT_EQ(kernels.adamw(w.f32(), {m.data(), v.data(), DType::kBF16, first_index}, nullptr, u.grad.f32(), n,
+                                &u.scalars, edges.data(), static_cast<int64_t>(edges.size()), dtype(), nullptr),
+                  kKernelOk);
+      };
+      Array w = exact.w, m = exact.m, v = exact.v;
+      on_host(reference::optimizer(), exact, w, m, v);
+      for (const int64_t cut : {int64_t{0}, n / 3}) {
+        const std::unique_ptr<Buffers> d = on_device(exact, cut);
+        expect_same_bits(d->m.array(DType::kBF16), m, "m" + what);
+        expect_same_bits(d->v.array(DType::kBF16), v, "v" + what);
+        if (cut == 0) expect_close(d->w.array(DType::kF32), w, 3e-3 * 32 * 16 * kF32Round, 2 * kF32Round, "w" + what);
+      }
+      exact.scalars.beta1 = 0.9f, exact.scalars.beta2 = 0.95f, exact.scalars.gradient_scale = 0.037f;
+      if (!has_fused_operations()) continue;
+      w = exact.w, m = exact.m, v = exact.v;
+      on_host(cpu::optimizer(), exact, w, m, v);
+      const std::unique_ptr<Buffers> d = on_device(exact, 0);
+      expect_same_bits(d->m.array(DType::kBF16), m, "m of the CPU" + what);
+      expect_same_bits(d->v.array(DType::kBF16), v, "v of the CPU" + what);
+    }
+  }
 }
 
 KTG_FOR_BOTH_TYPES(CudaElementwiseTest);

@@ -34,6 +34,7 @@ TrainOptions small_model(bool tied) {
   o.model.max_seq_len = 64;
   o.model.tied_embedding = tied;
   o.dtype = kernels::DType::kBF16;
+  if (tied) o.moments_dtype = kernels::DType::kBF16;
   o.parallel.reduce_order = "fixed";
   o.parallel.virtual_shards = 4;
   o.global_batch = 8;

@@ -61,7 +61,7 @@ TEST(ShardPlanTest, Zero3KeepsAnEighthOfTheStateAtEightRanksAndTwoUnits) {
       const runtime::ParamTable table = runtime::ParamTable::build(llama(tied));
       ParallelConfig config;
       config.mode = "zero3";
-      const StateMemory memory = plan_state_memory(table, config, dtype, 8);
+      const StateMemory memory = plan_state_memory(table, config, {dtype}, 8);
       int64_t largest = 0;
       for (const runtime::UnitInfo& unit : table.units()) largest = std::max(largest, unit.length);
       const int64_t rounded = dtype == kernels::DType::kF32 ? 0 : kernels::size_of(dtype);
@@ -83,7 +83,7 @@ TEST(ShardPlanTest, EveryStageKeepsLessThanTheOneBefore) {
   for (const char* mode : {"ddp", "zero1", "zero2", "zero3"}) {
     ParallelConfig config;
     config.mode = mode;
-    const StateMemory m = plan_state_memory(table, config, kernels::DType::kF32, 8);
+    const StateMemory m = plan_state_memory(table, config, {kernels::DType::kF32}, 8);
     const int64_t bytes = m.weights_bytes + m.moments_bytes + m.gradients_bytes + m.compute_copy_bytes;
     EXPECT_LT(bytes, before) << mode;
     before = bytes;
@@ -96,8 +96,8 @@ TEST(ShardPlanTest, OneRankKeepsWhatDataParallelismKeepsAndNothingBeside) {
     ParallelConfig config;
     config.mode = mode;
     for (const kernels::DType dtype : {kernels::DType::kF32, kernels::DType::kBF16}) {
-      const StateMemory sharded = plan_state_memory(table, config, dtype, 1);
-      const StateMemory whole = plan_state_memory(table, ParallelConfig(), dtype, 1);
+      const StateMemory sharded = plan_state_memory(table, config, {dtype}, 1);
+      const StateMemory whole = plan_state_memory(table, ParallelConfig(), {dtype}, 1);
       EXPECT_EQ(sharded.weights_bytes + sharded.moments_bytes + sharded.gradients_bytes + sharded.compute_copy_bytes,
                 whole.weights_bytes + whole.moments_bytes + whole.gradients_bytes + whole.compute_copy_bytes)
           << mode;

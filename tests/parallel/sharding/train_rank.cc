@@ -81,6 +81,7 @@ Result<Mode> create_mode(const TrainOptions& o, const RankPlace& place, const ru
     KTG_ASSIGN_OR_RETURN(auto made, DataParallel::create(table,
                                                          {.config = o.parallel,
                                                           .dtype = o.dtype,
+                                                          .moments_dtype = o.moments_dtype,
                                                           .rank = place.rank,
                                                           .world_size = place.world_size,
                                                           .num_micro_steps = layout.num_micro_steps,
@@ -93,6 +94,7 @@ Result<Mode> create_mode(const TrainOptions& o, const RankPlace& place, const ru
   KTG_ASSIGN_OR_RETURN(auto made, FullySharded::create(table,
                                                        {.config = o.parallel,
                                                         .dtype = o.dtype,
+                                                        .moments_dtype = o.moments_dtype,
                                                         .rank = place.rank,
                                                         .world_size = place.world_size,
                                                         .num_micro_steps = layout.num_micro_steps,
@@ -123,11 +125,15 @@ class Loop {
     KTG_RETURN_IF_ERROR(mode_.mode->settle(*place_.stream, soon()));
     runtime::TrainState& state = mode_.mode->state();
     result_.ranges = state.ranges;
-    for (auto [to, from] : {std::pair{&result_.weights, state.weights}, {&result_.m, state.m}, {&result_.v, state.v}}) {
-      to->resize(state.length);
-      KTG_RETURN_IF_ERROR(place_.backend->copy(to->data(), from, state.length * 4, *place_.stream));
+    std::vector<float>* const to[] = {&result_.weights, &result_.m, &result_.v};
+    for (int part = 0; part < runtime::kStateParts; ++part) {
+      std::vector<float> raw(state.length);
+      KTG_RETURN_IF_ERROR(
+          place_.backend->copy(raw.data(), state.at(part, 0), state.bytes_of(part, state.length), *place_.stream));
+      KTG_RETURN_IF_ERROR(place_.stream->synchronize(soon()));
+      to[part]->resize(state.length);
+      runtime::widen(to[part]->data(), raw.data(), state.dtype_of(part), state.length);
     }
-    KTG_RETURN_IF_ERROR(place_.stream->synchronize(soon()));
     if (mode_.sharded != nullptr) {
       result_.plan = plan_traffic(model_->params(), {.config = o_.parallel,
                                                      .dtype = o_.dtype,
@@ -168,13 +174,14 @@ class Loop {
 
   Status initialize() {
     runtime::TrainState& state = mode_.mode->state();
-    std::vector<float> part(state.length, 0.f);
+    std::vector<float> weights(state.length, 0.f);
     for (const runtime::StateRange& range : state.ranges) {
-      runtime::init_parameters(part.data() + range.local_begin, model_->params(), o_.seed, range.begin, range.count);
+      runtime::init_parameters(weights.data() + range.local_begin, model_->params(), o_.seed, range.begin, range.count);
     }
-    KTG_RETURN_IF_ERROR(place_.backend->copy(state.weights, part.data(), state.length * 4, *place_.stream));
-    KTG_RETURN_IF_ERROR(place_.backend->zero(state.m, state.length * 4, *place_.stream));
-    KTG_RETURN_IF_ERROR(place_.backend->zero(state.v, state.length * 4, *place_.stream));
+    KTG_RETURN_IF_ERROR(place_.backend->copy(state.weights, weights.data(), state.length * 4, *place_.stream));
+    for (const int part : {1, 2}) {
+      KTG_RETURN_IF_ERROR(place_.backend->zero(state.at(part, 0), state.bytes_of(part, state.length), *place_.stream));
+    }
     KTG_RETURN_IF_ERROR(place_.stream->synchronize(soon()));
     return mode_.mode->weights_changed(*place_.stream, soon());
   }
@@ -219,7 +226,8 @@ class Loop {
             .eps = 1e-8f,
             .weight_decay = 0.1f,
             .bias_correction1 = static_cast<float>(1.0 - std::pow(kBeta1, exponent)),
-            .bias_correction2 = static_cast<float>(1.0 - std::pow(kBeta2, exponent))};
+            .bias_correction2 = static_cast<float>(1.0 - std::pow(kBeta2, exponent)),
+            .seed = o_.seed};
   }
 
   Status forward_backward() {
@@ -320,6 +328,7 @@ std::string TrainOptions::name() const {
   if (!parallel.reshard_after_forward) text += ", kept after forward";
   if (!overlap) text += ", no overlap";
   if (graphs) text += ", graphs";
+  if (moments_dtype != kernels::DType::kF32) text += ", bf16 moments";
   return text;
 }
 
