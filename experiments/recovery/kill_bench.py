@@ -227,6 +227,8 @@ def measure(args: argparse.Namespace) -> dict:
               + f"  (spares starting: {k['spares_starting']})", flush=True)
         if text := describe_ranks(k):
             print(text, flush=True)
+        # Kept even when the rest is cut off.
+        (pathlib.Path(args.out) / "kills.json").write_text(json.dumps(kills, indent=1) + "\n")
     disturbed = job.finish()
     alone = Job(args, "undisturbed", steps, ["recovery.spares=0"], args.undisturbed_ranks)
     undisturbed = alone.finish()
