@@ -103,6 +103,7 @@ class Step {
       : a_(a),
         reader_(reader),
         sums_(reinterpret_cast<float*>(shared)),
+        item_(*reinterpret_cast<StepItem*>(shared + a.item_at)),
         stream_(reinterpret_cast<__nv_bfloat16*>(shared + a.stream_at)),
         x_(reinterpret_cast<__nv_bfloat16*>(shared + a.x_at)),
         scratch_(shared + a.x_at),
@@ -114,15 +115,19 @@ class Step {
   // Each kind of work stands here once: the code of a step that is laid out operation by operation does not fit the
   // instruction caches.
   __device__ void run() {
+    if (first_item() < a_.items_x * a_.items_y) prepare_item(item_, a_, first_item());
     embed();
     for (int l = 0;; ++l) {
 #pragma unroll 1
       for (int kind = 0; kind < kOperations; ++kind) {
         const Product p = product(a_, l, kind);
         if (kind == kAttention) {
-          attend<kChunks>(a_, l, exchange_of(l), operation_, scratch_);
+          attend<kChunks>(a_, item_, l, exchange_of(l), operation_, scratch_);
         } else {
           const StepWords& words = a_.words;
+          if (kind == kQkv && l < a_.L && first_item() < a_.items_x * a_.items_y) {
+            fetch_tiles(item_, a_.layers[l].k_cache, a_.layers[l].v_cache, a_.attention.D);
+          }
           if (kind == kO || kind == kDown) {
             take(kind == kO ? words.o : words.act, p.I, exchange_of(l));
           } else if (kind == kUp) {
@@ -140,6 +145,7 @@ class Step {
   }
 
  private:
+  __device__ static int first_item() { return static_cast<int>(blockIdx.x); }
   __device__ int row_stride(int I) const { return I + 8; }  // so that rows lie in other banks
 
   __device__ uint32_t exchange_of(int l) const {
@@ -296,6 +302,7 @@ class Step {
   const StepArguments& a_;
   SlotReader reader_;
   float* const sums_;
+  StepItem& item_;
   __nv_bfloat16* const stream_;
   __nv_bfloat16* const x_;
   char* const scratch_;  // of attention: where x_ lies
@@ -325,11 +332,12 @@ __global__ void __launch_bounds__(kBlockThreads, 1) decode_step_kernel(const __g
 
 // Where things lie in a block's memory, and how many slots are left.
 struct SharedPlan {
-  int64_t stream_at, x_at, slots_at, slots;
+  int64_t item_at, stream_at, x_at, slots_at, slots;
 };
 SharedPlan plan_shared(int64_t N, int64_t C, int64_t F, int64_t HD, int64_t D) {
   SharedPlan plan{};
-  plan.stream_at = Sums::bytes(N);
+  plan.item_at = Sums::bytes(N);
+  plan.stream_at = round_up(plan.item_at + static_cast<int64_t>(sizeof(StepItem)), 128);
   plan.x_at = round_up(plan.stream_at + N * C * 2, 128);
   const int64_t attention = D <= 64 ? sizeof(AttendShared<64>) : sizeof(AttendShared<128>);
   plan.slots_at = round_up(plan.x_at + std::max(N * (std::max({C, F, HD}) + 8) * 2, attention), 128);
@@ -460,6 +468,7 @@ KernelError decode_step(void* logits, const DecodeStep& s, void* workspace, cons
   a.eps = s.eps;
   a.slots = static_cast<int>(slots);
   a.window = static_cast<int>(std::min<int64_t>(tuning.window > 0 ? tuning.window : kDefaultWindow, slots));
+  a.item_at = static_cast<int>(plan.item_at);
   a.stream_at = static_cast<int>(plan.stream_at);
   a.x_at = static_cast<int>(plan.x_at);
   a.slots_at = static_cast<int>(plan.slots_at);

@@ -10,16 +10,13 @@ namespace kintsugi::kernels::cuda {
 
 constexpr int kStepWarps = 8;  // that multiply: each 128 of a slot's columns
 constexpr int kStepThreads = 32 * kStepWarps;
-static_assert(kStepThreads == kNormThreads && kDecodeWarps <= kStepWarps);
+static_assert(kStepThreads == kNormThreads && kStepWarps == 2 * kDecodeWarps);
 
-// The threads that multiply; those that attend.
+// The threads that multiply and attend.
 struct MultiplyBarrier {
   __device__ void operator()() const { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 };
-struct AttendBarrier {
-  __device__ void operator()() const { asm volatile("bar.sync 2, 128;" ::: "memory"); }
-};
-static_assert(kStepThreads == 256 && kDecodeThreads == 128);
+static_assert(kStepThreads == 256);
 
 // What the blocks hand to each other (words.cuh), two bf16 a word but for `parts`. Every block writes some words of
 // qkv, branch and act in each layer and reads all of a branch twice, so nobody is ever more than a layer ahead.
@@ -42,7 +39,7 @@ struct StepArguments {
   int N, C, F, V, L, QKV, HD;
   float eps;
   int slots, window;
-  int stream_at, x_at, slots_at;  // in shared memory, bytes
+  int item_at, stream_at, x_at, slots_at;  // in shared memory, bytes
   long long* stamps;
   unsigned* report;
 };

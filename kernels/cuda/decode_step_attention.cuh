@@ -1,8 +1,8 @@
 // Attention of a step that is one launch. Internal to kernels/cuda.
 //
-// The items are those of paged_decode.cuh, four warps of a block an item. The first tile of keys and values is on its
-// way, into registers, before the new token's rows have come; the second comes as far as the second-level cache. Of a
-// sequence that is split, each block sends its part and joins a slice of the output, in the order of join_splits().
+// The items are those of paged_decode.cuh, one of its warps being two here where the values have two chunks of columns.
+// The first tile of keys and values is on its way into registers before the new token's rows have come. Of a sequence
+// that is split, each block sends its part and joins a slice of the output, in the order of join_splits().
 #pragma once
 
 #include "kernels/cuda/decode_step_arguments.cuh"
@@ -10,43 +10,67 @@
 
 namespace kintsugi::kernels::cuda {
 
-// Keys and values of 16 positions, zeros where there are none or at `skip`.
+// What of an item is the same in all layers.
+struct StepItem {
+  DecodeItem item;
+  bool writes;
+  int new_token;                 // its position, which is not in the cache yet; -1 where another block has it
+  int64_t rows[2 * kSplitUnit];  // of the cache, by position from item.begin on; -1: none
+
+  __device__ bool exists() const { return item.split < item.active; }
+};
+__device__ inline int64_t row_at(const PagedArguments& a, const StepItem& s, int position) {
+  return position < s.item.end && position != s.new_token ? row_of(a, s.item, position) : -1;
+}
+// Item i of the launch. Called by all threads that multiply, who may still read the one before.
+__device__ inline void prepare_item(StepItem& s, const StepArguments& a, int i) {
+  const PagedArguments& paged = a.attention;
+  MultiplyBarrier{}();
+  if (threadIdx.x == 0) {
+    s.item = DecodeItem(paged, a.N, i / a.items_y, i % a.items_y);
+    s.writes = s.exists() && writes_new_token(paged, s.item);
+    s.new_token = s.writes ? s.item.length - 1 : -1;
+  }
+  MultiplyBarrier{}();
+  const int at = static_cast<int>(threadIdx.x);
+  if (at < 2 * kSplitUnit) s.rows[at] = s.exists() ? row_at(paged, s, s.item.begin + at) : -1;
+  MultiplyBarrier{}();
+}
+// Brings the first two tiles of all warps nearer: as far as the second-level cache.
+__device__ inline void fetch_tiles(const StepItem& s, const void* k_cache, const void* v_cache, int D) {
+  const int at = static_cast<int>(threadIdx.x) % (2 * kSplitUnit);
+  const int64_t row = s.rows[at];
+  if (row < 0) return;
+  const auto* const cache = static_cast<const __nv_bfloat16*>(threadIdx.x < 2 * kSplitUnit ? k_cache : v_cache);
+  for (int d = 0; d < D; d += 64) asm volatile("prefetch.global.L2 [%0];" ::"l"(cache + row + d));
+}
+static_assert(kStepThreads == 4 * kSplitUnit);
+
+// Keys of 16 positions and one chunk of their values, zeros where there are none.
 template <int kChunks>
 struct StepTile {
-  uint4 k[2][2 * kChunks], v[4][kChunks];
-  __device__ static int64_t row(const PagedArguments& a, const DecodeItem& item, int tile, int skip) {
-    const int position = tile + static_cast<int>(threadIdx.x) % kTile;
-    return position < item.end && position != skip ? row_of(a, item, position) : -1;
-  }
-  __device__ void load_keys(const PagedArguments& a, int64_t row) {
+  uint4 k[2][2 * kChunks], v[4][1];
+  // row: of position lane % 16.
+  __device__ void load_keys(const void* cache, int64_t row, int D) {
     const int lane = static_cast<int>(threadIdx.x) % 32, r = lane / 4, c = lane % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int64_t from = __shfl_sync(~0u, row, r + 8 * i);
 #pragma unroll
-      for (int j = 0; j < 2 * kChunks; ++j) k[i][j] = piece(a.k_cache, from, 32 * j + 8 * c, a.D);
+      for (int j = 0; j < 2 * kChunks; ++j) k[i][j] = piece(cache, from, 32 * j + 8 * c, D);
     }
   }
-  __device__ void load_values(const PagedArguments& a, int64_t row) {
+  __device__ void load_values(const void* cache, int64_t row, int chunk, int D) {
     const int lane = static_cast<int>(threadIdx.x) % 32, r = lane / 4, c = lane % 4;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int64_t from = __shfl_sync(~0u, row, 2 * c + i % 2 + 8 * (i / 2));
-#pragma unroll
-      for (int j = 0; j < kChunks; ++j) v[i][j] = piece(a.v_cache, from, 64 * j + 8 * r, a.D);
+      v[i][0] = piece(cache, from, 64 * chunk + 8 * r, D);
     }
   }
   __device__ static uint4 piece(const void* cache, int64_t row, int d, int D) {
     if (row < 0 || d >= D) return make_uint4(0, 0, 0, 0);
     return __ldcg(reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(cache) + row + d));
-  }
-  // Brings the tile nearer: as far as the second-level cache.
-  __device__ static void fetch(const PagedArguments& a, int64_t row) {
-    if (row < 0) return;
-    const void* const cache = threadIdx.x % 32 < kTile ? a.k_cache : a.v_cache;
-    for (int d = 0; d < a.D; d += 64) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const __nv_bfloat16*>(cache) + row + d));
-    }
   }
 };
 
@@ -70,14 +94,14 @@ __device__ void receive_raw(AttendShared<kMaxD>& shared, const StepArguments& a,
   const int D = a.attention.D, quarter = D / 4;  // pairs of words in a row
   const Word* const from = a.words.qkv + static_cast<int64_t>(item.sequence) * (a.QKV / 2);
   const auto rows = [&](int first_row, int count, __nv_bfloat16* to, int first_thread) {
-    const int thread = (static_cast<int>(threadIdx.x) + kDecodeThreads - first_thread) % kDecodeThreads;
-    receive_all<2>(from + first_row * (D / 2), count * quarter, thread, kDecodeThreads, exchange, a.report, kWaitQkv,
+    const int thread = (static_cast<int>(threadIdx.x) + kStepThreads - first_thread) % kStepThreads;
+    receive_all<1>(from + first_row * (D / 2), count * quarter, thread, kStepThreads, exchange, a.report, kWaitQkv,
                    [&](int i, uint2 data) { *reinterpret_cast<uint2*>(to + 4 * i) = data; });
   };
   rows(item.first_head, item.num_heads, shared.raw, 0);
   if (!writes) return;
-  rows(a.attention.H + item.kv_head, 1, shared.raw + kHeadsPerBlock * D, 0);
-  rows(a.attention.H + a.attention.K + item.kv_head, 1, shared.raw + (kHeadsPerBlock + 1) * D, kDecodeThreads / 2);
+  rows(a.attention.H + item.kv_head, 1, shared.raw + kHeadsPerBlock * D, kStepThreads / 2);
+  rows(a.attention.H + a.attention.K + item.kv_head, 1, shared.raw + (kHeadsPerBlock + 1) * D, kStepThreads / 4 * 3);
 }
 
 // Joins a slice of the splits' parts: the pairs of output elements [count s / active, count (s + 1) / active) of the
@@ -87,12 +111,12 @@ __device__ void join_parts(AttendShared<kMaxD>& shared, const StepArguments& a, 
                            uint32_t exchange) {
   constexpr int kAtOnce = 8;
   if (item.active == 1 || item.split >= item.active) return;
-  const AttendBarrier barrier;
+  const MultiplyBarrier barrier;
   const int D = a.attention.D, splits = a.attention.splits, active = item.active, count = item.num_heads * D / 2;
   const int64_t row = static_cast<int64_t>(item.sequence) * a.attention.H + item.first_head;
   const auto part = [&](int h, int split) { return a.words.parts + ((row + h) * splits + split) * (D + 2); };
   const int begin = count * item.split / active, end = count * (item.split + 1) / active;
-  for (int i = static_cast<int>(threadIdx.x); i < item.num_heads * active; i += kDecodeThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < item.num_heads * active; i += kStepThreads) {
     WordPair pair[1];
     const int h = i / active, split = i % active;
     receive(
@@ -100,7 +124,7 @@ __device__ void join_parts(AttendShared<kMaxD>& shared, const StepArguments& a, 
     shared.joint.ml[h][split] = make_float2(__uint_as_float(pair[0].data().x), __uint_as_float(pair[0].data().y));
   }
   barrier();
-  for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += kDecodeThreads) {
+  for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += kStepThreads) {
     const int h = 2 * i / D, d = 2 * i % D;
     const float2* const ml = shared.joint.ml[h];
     float max = ml[0].x, sum = 0.0f, x = 0.0f, y = 0.0f;
@@ -131,10 +155,9 @@ __device__ void join_parts(AttendShared<kMaxD>& shared, const StepArguments& a, 
 template <int kMaxD>
 __device__ void send_parts(AttendShared<kMaxD>& shared, const StepArguments& a, const DecodeItem& item,
                            uint32_t exchange) {
-  AttendBarrier{}();
   const int D = a.attention.D, count = item.num_heads * D;
   const int64_t row = static_cast<int64_t>(item.sequence) * a.attention.H + item.first_head;
-  for (int i = 4 * static_cast<int>(threadIdx.x); i < count; i += 4 * kDecodeThreads) {
+  for (int i = 4 * static_cast<int>(threadIdx.x); i < count; i += 4 * kStepThreads) {
     const int h = i / D, d = i % D;
     const JoinedWarps joined(shared.joint, h, d);
     const float4 x = joined.value;
@@ -156,84 +179,79 @@ __device__ void send_parts(AttendShared<kMaxD>& shared, const StepArguments& a, 
 
 // All of an item but the join: that waits for other blocks' items.
 template <int kChunks>
-__device__ void attend_item(const StepArguments& a, const PagedArguments& paged, const DecodeItem& item,
-                            uint32_t exchange, int operation, char* scratch) {
-  using Tile = StepTile<kChunks>;
-  const AttendBarrier barrier;
-  const int warp = static_cast<int>(threadIdx.x) / 32, r = static_cast<int>(threadIdx.x) % 32 / 4,
-            c = static_cast<int>(threadIdx.x) % 4;
-  auto& shared = *reinterpret_cast<AttendShared<64 * kChunks>*>(scratch);
-  if (item.split >= item.active) return;
-  const bool writes = writes_new_token(paged, item);
-  const int new_token = writes ? item.length - 1 : -1, first = item.begin + warp * kTile;
-  Tile t;
-  int64_t row = Tile::row(paged, item, first, new_token);
-  t.load_keys(paged, row);
-  t.load_values(paged, row);
-  row = Tile::row(paged, item, first + kSplitUnit, new_token);
-  Tile::fetch(paged, row);
-  const RotationOfLane<64 * kChunks> rotation(paged.rotation, item.sequence, paged.D);
-  receive_raw(shared, a, item, writes, exchange);
+__device__ void attend_item(const StepArguments& a, const StepItem& s, const DecodeStepLayer& layer, uint32_t exchange,
+                            int operation, AttendShared<64 * kChunks>& shared) {
+  const MultiplyBarrier barrier;
+  const int warp = static_cast<int>(threadIdx.x) / 32 % kDecodeWarps,
+            chunk = static_cast<int>(threadIdx.x) / 32 / kDecodeWarps;  // of the values
+  const int lane = static_cast<int>(threadIdx.x) % 32, r = lane / 4, c = lane % 4, D = a.attention.D;
+  const DecodeItem& item = s.item;
+  StepTile<kChunks> t;
+  if (chunk < kChunks) {
+    const int64_t row = s.rows[warp * kTile + lane % kTile];
+    t.load_keys(layer.k_cache, row, D);
+    t.load_values(layer.v_cache, row, chunk, D);
+  }
+  PagedArguments paged = a.attention;
+  paged.k_cache = layer.k_cache;
+  paged.v_cache = layer.v_cache;
+  paged.rotation.q_norm = layer.q_norm;
+  paged.rotation.k_norm = layer.k_norm;
+  const RotationOfLane<64 * kChunks> rotation(paged.rotation, item.sequence, D);
+  receive_raw(shared, a, item, s.writes, exchange);
   barrier();
   stamp(a, operation, 0, clock64());
-  const RawRows raw{shared.raw, shared.raw + kHeadsPerBlock * paged.D, shared.raw + (kHeadsPerBlock + 1) * paged.D};
-  rotate_rows(shared.rows, rotation, raw, paged, item, writes, barrier);
+  const RawRows raw{shared.raw, shared.raw + kHeadsPerBlock * D, shared.raw + (kHeadsPerBlock + 1) * D};
+  rotate_rows<64 * kChunks, kStepWarps>(shared.rows, rotation, raw, paged, item, s.writes, barrier);
   stamp(a, operation, 1, clock64());
+  if (chunk >= kChunks) return;
   uint4 q[2 * kChunks];
 #pragma unroll
   for (int j = 0; j < 2 * kChunks; ++j) {
     const int d = 32 * j + 8 * c;
-    q[j] = r < item.num_heads && d < paged.D ? *reinterpret_cast<const uint4*>(shared.rows.q[r] + d)
-                                             : make_uint4(0, 0, 0, 0);
+    q[j] = r < item.num_heads && d < D ? *reinterpret_cast<const uint4*>(shared.rows.q[r] + d) : make_uint4(0, 0, 0, 0);
   }
-  AttentionState<kChunks> state;
-  for (int tile = first; tile < item.end; tile += kSplitUnit) {  // the next tile's pieces where this one's were
-    const bool is_new = new_token >= tile && new_token < tile + kTile;
-    if (is_new) insert_new_key<kChunks>(t.k, shared.rows, new_token - tile, paged.D);
-    state.add_keys(t.k, q, tile, item.end, paged.scale_log2);
-    t.load_keys(paged, row);
-    if (is_new) insert_new_value<kChunks>(t.v, shared.rows, new_token - tile, paged.D);
+  AttentionState<kChunks, 1> state;
+  for (int tile = warp * kTile; item.begin + tile < item.end; tile += kSplitUnit) {
+    const int position = item.begin + tile, ahead = tile + kSplitUnit;
+    // The next tile's pieces go where this one's were.
+    const int64_t row =
+        ahead < 2 * kSplitUnit ? s.rows[ahead + lane % kTile] : row_at(paged, s, item.begin + ahead + lane % kTile);
+    const bool is_new = s.new_token >= position && s.new_token < position + kTile;
+    if (is_new) insert_new_key<kChunks>(t.k, shared.rows, s.new_token - position, D);
+    state.add_keys(t.k, q, position, item.end, paged.scale_log2);
+    t.load_keys(layer.k_cache, row, D);
+    if (is_new) insert_new_value(t.v, shared.rows, s.new_token - position, D, chunk);
     state.add_values(t.v);
-    t.load_values(paged, row);
-    row = Tile::row(paged, item, tile + 2 * kSplitUnit, new_token);
+    t.load_values(layer.v_cache, row, chunk, D);
   }
-  state.leave(shared.joint);
-  send_parts(shared, a, item, exchange);
+  state.leave(shared.joint, warp, chunk);
 }
 
-// Attention of the new tokens, by the threads that multiply. scratch: shared memory that nobody else uses meanwhile.
-// A function of its own, so that what it keeps in registers does not push out what the products need.
+// Attention of the new tokens. scratch: shared memory that nobody else uses meanwhile. Where a block has more than one
+// item, all are sent before the first is joined, so that nobody waits for who waits for him.
 template <int kChunks>
-__device__ __noinline__ void attend(const StepArguments& a, int layer, uint32_t exchange, int operation,
-                                    char* scratch) {
-  const int items = a.items_x * a.items_y;
-  if (threadIdx.x < kDecodeThreads) {
-    PagedArguments paged = a.attention;
-    paged.k_cache = a.layers[layer].k_cache;
-    paged.v_cache = a.layers[layer].v_cache;
-    paged.rotation.q_norm = a.layers[layer].q_norm;
-    paged.rotation.k_norm = a.layers[layer].k_norm;
-    auto& shared = *reinterpret_cast<AttendShared<64 * kChunks>*>(scratch);
-    const int first = static_cast<int>(blockIdx.x), step = static_cast<int>(gridDim.x);
-    const auto item_of = [&](int i) { return DecodeItem(paged, a.N, i / a.items_y, i % a.items_y); };
-    if (first + step >= items) {
-      if (first < items) {
-        const DecodeItem item = item_of(first);
-        attend_item<kChunks>(a, paged, item, exchange, operation, scratch);
-        join_parts(shared, a, item, exchange);
-      }
-    } else {
-      for (int i = first; i < items; i += step) {
-        attend_item<kChunks>(a, paged, item_of(i), exchange, operation, scratch);
-        AttendBarrier{}();  // before the next item's rows
-      }
-      for (int i = first; i < items; i += step) {
-        join_parts(shared, a, item_of(i), exchange);
-        AttendBarrier{}();
-      }
-    }
+__device__ void attend(const StepArguments& a, StepItem& s, int l, uint32_t exchange, int operation, char* scratch) {
+  const MultiplyBarrier barrier;
+  const int items = a.items_x * a.items_y, first = static_cast<int>(blockIdx.x), step = static_cast<int>(gridDim.x);
+  auto& shared = *reinterpret_cast<AttendShared<64 * kChunks>*>(scratch);
+  const bool several = first + step < items;
+#pragma unroll 1
+  for (int i = first; i < items; i += step) {
+    if (several) prepare_item(s, a, i);
+    if (!s.exists()) continue;
+    attend_item<kChunks>(a, s, a.layers[l], exchange, operation, shared);
+    barrier();
+    send_parts(shared, a, s.item, exchange);
+    if (several) barrier();
   }
-  MultiplyBarrier{}();
+#pragma unroll 1
+  for (int i = first; i < items; i += step) {
+    if (several) prepare_item(s, a, i);
+    if (!s.exists()) continue;
+    join_parts(shared, a, s.item, exchange);
+    barrier();
+  }
   stamp(a, operation, 2, clock64());
 }
 
