@@ -80,6 +80,9 @@ TEST_F(TrainerTest, SeparateDocumentsTrainToTheSameBitsAtEveryWorldSize) {
       EXPECT_EQ(many.summary["validation_loss"], one.summary["validation_loss"]) << N << " ranks";
       EXPECT_EQ(many.sha256(), one.sha256()) << N << " ranks";
     }
+    RunConfig sharded = c;
+    sharded.parallelism.mode = "zero3";
+    EXPECT_EQ(finished_job(sharded, 2).sha256(), one.sha256());
   }
 }
 
