@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "kernels/cuda/gemm_kernels.h"
+#include "kernels/cuda/gemm_tiles.h"
 #include "kernels/cuda/library_handles.h"
 #include "kernels/cuda/matmul.h"
 
@@ -47,6 +48,15 @@ Places places_of(const GemmProblem& p) {
                         ? round_up((forward ? y : x) + 16)
                         : 0);
   return at;
+}
+
+// How much its tile's power weighs (gemm_tiles.h).
+double power_of(const cublasLtMatmulAlgo_t& algorithm) {
+  uint32_t id = 0;
+  size_t written = 0;
+  const cublasStatus_t status =
+      cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID, &id, sizeof id, &written);
+  return tile_power(tile_of(status == CUBLAS_STATUS_SUCCESS ? id : 0));
 }
 
 double operations(const GemmProblem& p) {
@@ -115,8 +125,12 @@ class Tuner {
     if (in_time) {
       std::vector<double> us;
       if (const KernelError error = time(&us, matmul, operands, algorithms); error != kKernelOk) return error;
-      if (const KernelError error = time_lasting(&us, matmul, operands, algorithms); error != kKernelOk) return error;
-      best = static_cast<size_t>(std::min_element(us.begin(), us.end()) - us.begin());
+      std::vector<double> cost(us.size());
+      for (size_t i = 0; i < us.size(); ++i) cost[i] = us[i] * power_of(algorithms[i]);
+      if (const KernelError error = time_lasting(&us, &cost, matmul, operands, algorithms); error != kKernelOk) {
+        return error;
+      }
+      best = static_cast<size_t>(std::min_element(cost.begin(), cost.end()) - cost.begin());
       seen->first_us = us[0] < kNever ? us[0] : 0;
       seen->best_us = us[best];
       seen->candidates = static_cast<int>(us.size());
@@ -169,16 +183,17 @@ class Tuner {
   }
 
   // A device at its power limit lowers its clock by what runs on it: of algorithms that are equally fast for a moment
-  // the one that draws less power is faster in a step. The fastest few take turns, each for lasting_ms, of which the
-  // second half counts; the others fall behind them.
-  KernelError time_lasting(std::vector<double>* us, Matmul& matmul, const Operands& operands,
+  // the one that draws less power is faster in a step. Those of the lowest cost take turns, each for lasting_ms, of
+  // which the second half counts, because the clock takes some 40 ms to settle; it is their cost then, and the others'
+  // is behind them.
+  KernelError time_lasting(std::vector<double>* us, std::vector<double>* cost, Matmul& matmul, const Operands& operands,
                            const std::vector<cublasLtMatmulAlgo_t>& algorithms) {
     if (options_.lasting_ms <= 0) return kKernelOk;
     std::vector<size_t> few(us->size());
     for (size_t i = 0; i < few.size(); ++i) few[i] = i;
-    std::sort(few.begin(), few.end(), [&](size_t a, size_t b) { return (*us)[a] < (*us)[b]; });
-    const double bound = kContender * (*us)[few[0]];
-    std::erase_if(few, [&](size_t i) { return (*us)[i] > bound; });
+    std::sort(few.begin(), few.end(), [&](size_t a, size_t b) { return (*cost)[a] < (*cost)[b]; });
+    const double bound = kContender * (*cost)[few[0]];
+    std::erase_if(few, [&](size_t i) { return (*cost)[i] > bound; });
     few.resize(std::min(few.size(), kContenders));
     if (few.size() < 2) return kKernelOk;
     std::vector<double> lasting(few.size(), 0);
@@ -200,9 +215,8 @@ class Tuner {
         lasting[f] += 1000.0 * static_cast<double>(ms) / half / kLastingTurns;
       }
     }
-    const double slowest = *std::max_element(lasting.begin(), lasting.end());
-    for (double& one : *us) one = std::max(one, slowest);
-    for (size_t f = 0; f < few.size(); ++f) (*us)[few[f]] = lasting[f];
+    std::fill(cost->begin(), cost->end(), kNever);
+    for (size_t f = 0; f < few.size(); ++f) (*us)[few[f]] = (*cost)[few[f]] = lasting[f];
     return kKernelOk;
   }
 
@@ -237,8 +251,8 @@ class Tuner {
   static constexpr double kNever = 1e12;
   static constexpr double kLongUs = 4000;
   static constexpr double kHopeless = 1.06;  // times the best: not timed again
-  static constexpr double kContender = 1.03;
-  static constexpr size_t kContenders = 3;
+  static constexpr double kContender = 1.08;
+  static constexpr size_t kContenders = 5;
   static constexpr int kLastingTurns = 2;
   static constexpr double kHopelessLong = 1.02;
 

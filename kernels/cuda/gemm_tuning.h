@@ -23,8 +23,8 @@ struct GemmTuningOptions {
   int candidates = 24;       // algorithms a product that are timed: the library's favourites for it and for its like
   int long_candidates = 12;  // of a product that takes about a millisecond or more
   int repetitions = 5;       // the candidates take turns, slow ones only once
-  double lasting_ms = 0;  // above 0: the two or three fastest also run for this long at a time, and the best then wins
-  double budget_ms = 1500;  // products whose turn comes later keep the library's first choice
+  double lasting_ms = 0;     // above 0: the best few also run for this long at a time, and the fastest then wins
+  double budget_ms = 1500;   // products whose turn comes later keep the library's first choice
 };
 
 struct GemmTuning {
@@ -36,8 +36,9 @@ struct GemmTuning {
 // Scratch memory that tune_gemms() wants: operands of the largest product.
 int64_t gemm_tuning_scratch_bytes(std::span<const GemmProblem> problems);
 
-// Times the algorithms of each product on `scratch` (overwritten with random numbers) and puts the fastest into
-// `table`. The products with the most operations come first. Blocks until the timing is done. `report`: one entry a
+// Times the algorithms of each product on `scratch` (overwritten with random numbers) and puts the one into `table`
+// that costs least: the time of a moment, weighed with what its tile draws (gemm_tiles.h), or that under a lasting
+// load. The products with the most operations come first. Blocks until the timing is done. `report`: one entry a
 // product, or null. A product whose operands do not fit into scratch_bytes, or that comes after the budget was used up,
 // gets the library's first choice; one that the library does not know at all is left out.
 KernelError tune_gemms(GemmTable* table, std::span<const GemmProblem> problems, void* scratch, int64_t scratch_bytes,

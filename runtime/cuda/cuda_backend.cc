@@ -285,7 +285,8 @@ class CudaBackend final : public Backend {
     if (!missing.empty()) {
       kernels::cuda::GemmTuningOptions options;
       if (work.thorough) {
-        options.lasting_ms = 100;
+        options.candidates = options.long_candidates = 32;
+        options.lasting_ms = 90;
         options.budget_ms = 20000;
       }
       KTG_RETURN_IF_ERROR(stream.launched(

@@ -19,6 +19,8 @@ TEST(GemmTilesTest, EveryTileHasANameOfItsOwn) {
   EXPECT_FALSE(ids.contains(0));
   EXPECT_EQ(tile_id({128, 160}), 29u);
   EXPECT_EQ(tile_id({7, 9}), 0u);
+  for (const GemmTile tile : tiles) EXPECT_EQ(tile_of(tile_id(tile)), tile);
+  EXPECT_EQ(tile_of(99999), GemmTile{});
 }
 
 TEST(GemmTilesTest, WholeWavesOfLargeTilesAreBest) {
@@ -28,6 +30,12 @@ TEST(GemmTilesTest, WholeWavesOfLargeTilesAreBest) {
   EXPECT_DOUBLE_EQ(tile_efficiency(tile, 128 * 6, 128 * 11), tile_efficiency(tile, 128 * 12, 128 * 11) / 2);
   EXPECT_LT(tile_efficiency(tile, 128 * 12, 128 * 11 + 1), 0.6 * tile_efficiency(tile, 128 * 12, 128 * 11));
   EXPECT_GT(tile_efficiency({256, 128}, 256 * 132, 128), tile_efficiency({128, 128}, 256 * 132, 128));
+}
+
+TEST(GemmTilesTest, LargeTilesDrawLess) {
+  EXPECT_LT(tile_power({256, 128}), tile_power({128, 128}));
+  EXPECT_LT(tile_power({128, 128}), tile_power({320, 64}));
+  EXPECT_EQ(tile_power({}), tile_power({64, 64}));
 }
 
 TEST(GemmTilesTest, TheBestComeFirstAndAsManyAsAskedFor) {
