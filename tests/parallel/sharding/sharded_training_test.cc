@@ -13,10 +13,10 @@
 namespace kintsugi::parallel {
 namespace {
 
-constexpr Layout kLayouts[] = {{"ddp", 4, 0},   {"ddp", 3, 0},   {"zero1", 1, 0}, {"zero1", 3, 0},
-                               {"zero1", 4, 2}, {"zero2", 1, 0}, {"zero2", 2, 0}, {"zero2", 6, 3},
-                               {"zero2", 8, 0}, {"zero3", 1, 0}, {"zero3", 2, 0}, {"zero3", 3, 0},
-                               {"zero3", 4, 0}, {"zero3", 4, 2}, {"zero3", 6, 2}, {"zero3", 8, 0}};
+constexpr Layout kLayouts[] = {{"ddp", 4, 0},   {"ddp", 3, 0},   {"zero1", 1, 0}, {"zero1", 3, 0}, {"zero1", 4, 2},
+                               {"zero2", 1, 0}, {"zero2", 2, 0}, {"zero2", 6, 3}, {"zero2", 8, 0}, {"zero3", 1, 0},
+                               {"zero3", 2, 0}, {"zero3", 3, 0}, {"zero3", 4, 0}, {"zero3", 4, 2}, {"zero3", 6, 2},
+                               {"zero3", 8, 0}, {"zero1", 3, 1}, {"zero3", 2, 1}};
 
 std::string name_of(const Layout& layout) {
   return std::string(layout.mode) + "_" + std::to_string(layout.world_size) + "_ranks" +
