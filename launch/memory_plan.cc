@@ -97,7 +97,11 @@ MemoryPlan plan_memory(const RunConfig& config, int world_size, const runtime::B
       parallel::plan_state_memory(table, config.parallelism, config.state_types(), world_size);
   const Place state = device ? Place::kDeviceState : Place::kShared, mine = device ? Place::kDevice : Place::kHost;
   plan.items.push_back({"weights", memory.weights_bytes, state});
-  plan.items.push_back({"moments", memory.moments_bytes, state});
+  if (config.optimizer.offload) {
+    plan.items.push_back({"moments", memory.host_moments_bytes, Place::kHost});
+  } else {
+    plan.items.push_back({"moments", memory.moments_bytes, state});
+  }
   plan.items.push_back({"gradients", memory.gradients_bytes, state});
   plan.items.push_back({"vote", memory.vote_bytes, state});
   const char* const read_by_kernels = config.parallelism.sharded() ? "gathered" : "compute copy";
@@ -119,11 +123,11 @@ MemoryPlan plan_memory(const RunConfig& config, int world_size, const runtime::B
           config.parallelism.sharded()
               ? parallel::FullySharded::device_bytes(table, {.config = config.parallelism,
                                                              .dtype = config.dtype(),
-                                                             .moments_dtype = config.optimizer.moments(),
+                                                             .moments = config.moments(),
                                                              .world_size = world_size,
                                                              .num_micro_steps = tokens.num_micro_steps})
-              : parallel::DataParallel::device_bytes(table, tokens.num_micro_steps);
-      plan.items.push_back({"scalars", scalars, mine});
+              : parallel::DataParallel::device_bytes(table, config.moments(), tokens.num_micro_steps);
+      plan.items.push_back({"update", scalars, mine});
       plan.items.push_back({"libraries", backend->library_bytes(), mine});
       const comm::NcclPlace place{
           .rank = 0, .ranks_on_host = world_size, .gpus_on_host = runtime::count_cuda_devices().count};

@@ -199,6 +199,10 @@ Status RunConfig::validate(int world_size) const {
     return invalid_argument(fmt::format("training.seq_len = {}: model.max_seq_len = {} is the longest the model takes",
                                         training.seq_len, model.max_seq_len));
   }
+  if (optimizer.offload && device == "cpu") {
+    return invalid_argument(
+        "optimizer.offload = true: on the CPU the moments lie in host memory already; it is for device = \"cuda\"");
+  }
   if (data.train.empty()) return invalid_argument("data.train = []: name at least one file or folder");
   if (training.eval_every > 0 && data.validation.empty()) {
     return invalid_argument(

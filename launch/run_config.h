@@ -106,7 +106,8 @@ struct RunConfig {
   // For calls of at most `max_tokens` tokens. validate() holds.
   bool separates_documents() const { return !data.document_separator.empty(); }
   runtime::TransformerOptions transformer_options(int64_t max_tokens) const;
-  parallel::StateTypes state_types() const { return {.compute = dtype(), .moments = optimizer.moments()}; }
+  parallel::StateTypes state_types() const { return {.compute = dtype(), .moments = moments()}; }
+  parallel::MomentsOptions moments() const { return {.dtype = optimizer.moments(), .on_host = optimizer.offload}; }
   kernels::DType dtype() const { return training.dtype == "bf16" ? kernels::DType::kBF16 : kernels::DType::kF32; }
 
   std::string to_toml() const;

@@ -12,9 +12,9 @@ namespace {
 
 using kernels::DType;
 
-OwnedUpdate whole_update(const runtime::ParamTable& table) {
+OwnedUpdate whole_update(const runtime::ParamTable& table, const MomentsOptions& moments) {
   const runtime::StateRange all{.begin = 0, .count = table.total_length(), .local_begin = 0};
-  return OwnedUpdate(table, std::span(&all, 1), OwnedUpdate::halves(table.total_length()));
+  return OwnedUpdate(table, std::span(&all, 1), OwnedUpdate::halves(table.total_length()), moments);
 }
 
 GradientStack plan_stack(const DataParallelOptions& options) {
@@ -36,7 +36,7 @@ DataParallel::DataParallel(const runtime::ParamTable& table, const DataParallelO
       options_(options),
       backend_(backend),
       buckets_(plan_buckets(table.units(), options.first_bucket_bytes, options.bucket_bytes)),
-      owned_update_(whole_update(table)),
+      owned_update_(whole_update(table, options.moments)),
       stack_(plan_stack(options)),
       vote_(create_vote(table, options)) {
   in_flight_.reserve(buckets_.size());
@@ -59,8 +59,9 @@ Result<std::unique_ptr<DataParallel>> DataParallel::create(const runtime::ParamT
   return parallel;
 }
 
-int64_t DataParallel::device_bytes(const runtime::ParamTable& table, int64_t num_micro_steps) {
-  return whole_update(table).device_bytes() + DeviceVote::device_bytes(num_micro_steps);
+int64_t DataParallel::device_bytes(const runtime::ParamTable& table, const MomentsOptions& moments,
+                                   int64_t num_micro_steps) {
+  return whole_update(table, moments).device_bytes() + DeviceVote::device_bytes(num_micro_steps);
 }
 
 Status DataParallel::prepare_device(runtime::Stream& stream) {
@@ -72,15 +73,19 @@ Status DataParallel::prepare_device(runtime::Stream& stream) {
 
 Status DataParallel::allocate(comm::SymmetricHeap& heap) {
   const StateMemory plan =
-      plan_state_memory(table_, options_.config, {options_.dtype, options_.moments_dtype}, options_.world_size);
+      plan_state_memory(table_, options_.config, {options_.dtype, options_.moments}, options_.world_size);
   const int64_t length = table_.total_length();
   KTG_ASSIGN_OR_RETURN(void* weights, heap.allocate(plan.weights_bytes, "weights"));
-  KTG_ASSIGN_OR_RETURN(void* moments, heap.allocate(plan.moments_bytes, "moments"));
+  KTG_ASSIGN_OR_RETURN(host_moments_, backend_.allocate_host(plan.host_moments_bytes, "moments"));
+  void* moments = host_moments_.data();
+  if (!options_.moments.on_host) {
+    KTG_ASSIGN_OR_RETURN(moments, heap.allocate(plan.moments_bytes, "moments"));
+  }
   KTG_ASSIGN_OR_RETURN(void* gradients, heap.allocate(plan.gradients_bytes, "gradients"));
   KTG_ASSIGN_OR_RETURN(void* vote, heap.allocate(plan.vote_bytes, "vote"));
   state_.weights = static_cast<float*>(weights);
   state_.m = moments;
-  state_.moments_dtype = options_.moments_dtype;
+  state_.moments_dtype = options_.moments.dtype;
   state_.v = state_.at(1, length);
   state_.length = length;
   state_.ranges = {{.begin = 0, .count = length, .local_begin = 0}};
@@ -91,6 +96,7 @@ Status DataParallel::allocate(comm::SymmetricHeap& heap) {
     for (int j = 0; j < stack_.num_parts; ++j) parts_.push_back(buffers_[j] + bucket.begin);
   }
   vote_->attach(vote);
+  KTG_RETURN_IF_ERROR(owned_update_.prepare_stage(backend_));
   if (plan.compute_copy_bytes > 0) {
     KTG_ASSIGN_OR_RETURN(compute_copy_, backend_.allocate(plan.compute_copy_bytes, "compute copy of the weights"));
   }

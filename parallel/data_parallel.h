@@ -16,6 +16,7 @@
 #include "parallel/gradient_stack.h"
 #include "parallel/owned_update.h"
 #include "parallel/parallel_mode.h"
+#include "parallel/state_memory.h"
 #include "runtime/model/param_table.h"
 
 namespace kintsugi::parallel {
@@ -23,7 +24,7 @@ namespace kintsugi::parallel {
 struct DataParallelOptions {
   ParallelConfig config;
   kernels::DType dtype = kernels::DType::kF32;  // of the compute copy that the kernels read
-  kernels::DType moments_dtype = kernels::DType::kF32;
+  MomentsOptions moments{};
   int rank = 0, world_size = 1;
   int64_t num_micro_steps = 1;  // of this rank
   bool overlap = true;          // reduce buckets while backward runs
@@ -40,7 +41,7 @@ class DataParallel final : public ParallelMode {
                                                       comm::SymmetricHeap& heap, runtime::Stream& stream);
 
   // Device memory that create() takes beside the heap and the compute copy.
-  static int64_t device_bytes(const runtime::ParamTable& table, int64_t num_micro_steps);
+  static int64_t device_bytes(const runtime::ParamTable& table, const MomentsOptions& moments, int64_t num_micro_steps);
 
   const float* gradient() const { return buffers_[0]; }
   const std::vector<Bucket>& buckets() const { return buckets_; }
@@ -92,7 +93,8 @@ class DataParallel final : public ParallelMode {
   runtime::Backend& backend_;
   const std::vector<Bucket> buckets_;
   OwnedUpdate owned_update_;
-  const GradientStack stack_;  // fixed order only
+  runtime::Buffer host_moments_;  // where they are kept on the host
+  const GradientStack stack_;     // fixed order only
   const std::unique_ptr<Vote> vote_;
   std::unique_ptr<DeviceVote> device_vote_;  // on a device
 

@@ -22,11 +22,11 @@ class FullyShardedImpl final : public FullySharded {
       : table_(table),
         options_(options),
         backend_(backend),
-        plan_(table, options.config, {options.dtype, options.moments_dtype}, options.rank, options.world_size),
+        plan_(table, options.config, {options.dtype, options.moments}, options.rank, options.world_size),
         gather_(table, plan_, backend, options.overlap, traffic_),
         reduce_(table, plan_, backend, traffic_),
         vectors_(table, plan_, &backend, traffic_),
-        owned_update_(table, plan_.shards.ranges(), plan_.update_borders()),
+        owned_update_(table, plan_.shards.ranges(), plan_.update_borders(), options.moments),
         vote_(table.units(), plan_.mesh, options.config, options.rank) {
     for (const runtime::UnitInfo& unit : table.units()) {
       forward_names_.push_back("forward " + unit.name);
@@ -120,6 +120,7 @@ class FullyShardedImpl final : public FullySharded {
   GradientReduce reduce_;
   VectorTable vectors_;
   OwnedUpdate owned_update_;
+  runtime::Buffer host_moments_;  // where they are kept on the host
   Vote vote_;
   std::unique_ptr<DeviceVote> device_vote_;
 
@@ -145,12 +146,17 @@ Status FullyShardedImpl::allocate(comm::SymmetricHeap& heap, Stream& stream) {
   const StateMemory memory = plan_.memory();
   const int64_t length = plan_.shards.local_length();
   KTG_ASSIGN_OR_RETURN(void* weights, heap.allocate(memory.weights_bytes, "weights"));
-  KTG_ASSIGN_OR_RETURN(void* moments, heap.allocate(memory.moments_bytes, "moments"));
+  KTG_ASSIGN_OR_RETURN(host_moments_, backend_.allocate_host(memory.host_moments_bytes, "moments"));
+  void* moments = host_moments_.data();
+  if (!options_.moments.on_host) {
+    KTG_ASSIGN_OR_RETURN(moments, heap.allocate(memory.moments_bytes, "moments"));
+  }
+  KTG_RETURN_IF_ERROR(owned_update_.prepare_stage(backend_));
   KTG_ASSIGN_OR_RETURN(void* gradients, heap.allocate(memory.gradients_bytes, "gradients"));
   KTG_ASSIGN_OR_RETURN(void* vote, heap.allocate(memory.vote_bytes, "vote"));
   state_.weights = static_cast<float*>(weights);
   state_.m = moments;
-  state_.moments_dtype = options_.moments_dtype;
+  state_.moments_dtype = options_.moments.dtype;
   state_.v = state_.at(1, length);
   state_.length = length;
   state_.ranges = plan_.shards.ranges();

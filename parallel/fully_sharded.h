@@ -41,13 +41,14 @@
 #include "parallel/layout/unit_shards.h"
 #include "parallel/mesh.h"
 #include "parallel/parallel_mode.h"
+#include "parallel/state_memory.h"
 
 namespace kintsugi::parallel {
 
 struct FullyShardedOptions {
   ParallelConfig config;
   kernels::DType dtype = kernels::DType::kF32;  // of the weights that the kernels read, and on the wire
-  kernels::DType moments_dtype = kernels::DType::kF32;
+  MomentsOptions moments{};
   int rank = 0, world_size = 1;
   int64_t num_micro_steps = 1;  // the same on all ranks
   bool overlap = true;          // gather ahead, and reduce while backward runs; off: wait at each

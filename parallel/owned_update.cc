@@ -38,13 +38,28 @@ std::vector<runtime::StateRange> within(std::span<const runtime::StateRange> ran
   return out;
 }
 
+std::vector<runtime::StateRange> cut(const std::vector<runtime::StateRange>& ranges, int64_t longest) {
+  std::vector<runtime::StateRange> out;
+  for (const runtime::StateRange& range : ranges) {
+    for (int64_t at = 0; at < range.count; at += longest) {
+      out.push_back({.begin = range.begin + at,
+                     .count = std::min(longest, range.count - at),
+                     .local_begin = range.local_begin + at});
+    }
+  }
+  return out;
+}
+
 }  // namespace
 
 OwnedUpdate::OwnedUpdate(const runtime::ParamTable& table, std::span<const runtime::StateRange> ranges,
-                         const std::vector<int64_t>& borders) {
+                         const std::vector<int64_t>& borders, const MomentsOptions& moments)
+    : moments_(moments) {
   for (size_t p = 0; p + 1 < borders.size(); ++p) {
     first_piece_.push_back(pieces_.size());
-    for (const runtime::StateRange& range : within(ranges, borders[p], borders[p + 1])) {
+    std::vector<runtime::StateRange> of_part = within(ranges, borders[p], borders[p + 1]);
+    if (moments.on_host) of_part = cut(of_part, moments.bucket);
+    for (const runtime::StateRange& range : of_part) {
       const std::vector<int64_t> edges = plan_decay_edges(table, range);
       pieces_.push_back({.range = range,
                          .first_edge = static_cast<int64_t>(edges_.size()),
@@ -56,12 +71,28 @@ OwnedUpdate::OwnedUpdate(const runtime::ParamTable& table, std::span<const runti
 }
 
 // A rank that owns nothing has no edges, and no backend gives nothing.
-int64_t OwnedUpdate::device_bytes() const {
+int64_t OwnedUpdate::edges_bytes() const {
   return static_cast<int64_t>(std::max<size_t>(edges_.size(), 1) * sizeof(int64_t));
 }
 
+int64_t OwnedUpdate::longest_piece() const {
+  int64_t longest = 1;
+  for (const Piece& piece : pieces_) longest = std::max(longest, piece.range.count);
+  return longest;
+}
+
+int64_t OwnedUpdate::device_bytes() const {
+  return edges_bytes() + (moments_.on_host ? MomentStage::device_bytes(moments_, longest_piece()) : 0);
+}
+
+Status OwnedUpdate::prepare_stage(runtime::Backend& backend) {
+  if (!moments_.on_host) return ok_status();
+  KTG_ASSIGN_OR_RETURN(stage_, MomentStage::create(moments_, longest_piece(), backend));
+  return ok_status();
+}
+
 Status OwnedUpdate::prepare_device(runtime::Backend& backend, runtime::Stream& stream) {
-  KTG_ASSIGN_OR_RETURN(device_edges_, backend.allocate(device_bytes(), "ranges of weight decay"));
+  KTG_ASSIGN_OR_RETURN(device_edges_, backend.allocate(edges_bytes(), "ranges of weight decay"));
   return backend.copy(device_edges_.data(), edges_.data(), static_cast<int64_t>(edges_.size() * sizeof(int64_t)),
                       stream);
 }
@@ -71,18 +102,23 @@ Status OwnedUpdate::part(int part, const runtime::TrainState& state, void* copy,
                          runtime::Stream& stream) const {
   const int64_t* edges = device_edges_.data() == nullptr ? edges_.data() : device_edges_.as<int64_t>();
   const auto p = static_cast<size_t>(part);
+  if (stage_) KTG_RETURN_IF_ERROR(stage_->begin(stream));
   for (size_t i = first_piece_[p]; i < first_piece_[p + 1]; ++i) {
     const auto& [range, first_edge, num_edges] = pieces_[i];
     const int64_t begin = range.local_begin;
-    const kernels::Moments moments{
-        .m = state.at(1, begin), .v = state.at(2, begin), .dtype = state.moments_dtype, .first_index = range.begin};
+    kernels::Moments moments{.m = state.at(1, begin), .v = state.at(2, begin), .dtype = state.moments_dtype};
+    if (stage_) {
+      KTG_ASSIGN_OR_RETURN(moments, stage_->bring(state, begin, range.count, stream));
+    }
+    moments.first_index = range.begin;
     uint8_t* copy_begin = copy == nullptr ? nullptr : static_cast<uint8_t*>(copy) + begin * kernels::size_of(dtype);
     KTG_RETURN_IF_ERROR(stream.launched(
         backend.kernels().optimizer->adamw(state.weights + begin, moments, copy_begin, gradient + begin, range.count,
                                            scalars, edges + first_edge, num_edges, dtype, stream.handle()),
         "adamw"));
+    if (stage_) KTG_RETURN_IF_ERROR(stage_->take_back(state, begin, range.count, stream));
   }
-  return ok_status();
+  return stage_ ? stage_->end(stream) : ok_status();
 }
 
 }  // namespace kintsugi::parallel

@@ -6,10 +6,12 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
 #include "kernels/optimizer.h"
+#include "parallel/moment_stage.h"
 #include "runtime/backend.h"
 #include "runtime/base/status.h"
 #include "runtime/model/param_table.h"
@@ -23,11 +25,13 @@ class OwnedUpdate {
   // to its length. Padding within a range goes with the tensor before it; that between ranges is left alone. Weights,
   // moments and gradients of both are zero and stay so.
   OwnedUpdate(const runtime::ParamTable& table, std::span<const runtime::StateRange> ranges,
-              const std::vector<int64_t>& borders);
+              const std::vector<int64_t>& borders, const MomentsOptions& moments);
   static std::vector<int64_t> halves(int64_t length) { return {0, length / 2, length}; }
   int num_parts() const { return static_cast<int>(first_piece_.size()) - 1; }
-  // Device memory that prepare_device() takes.
+  // Device memory that prepare_device() and prepare_stage() take.
   int64_t device_bytes() const;
+  // Before the first part(): the way of moments that are kept on the host. Otherwise nothing.
+  Status prepare_stage(runtime::Backend& backend);
   // On a device, once, before the first part(): queues the copy of what the kernels read. This object stays in place.
   Status prepare_device(runtime::Backend& backend, runtime::Stream& stream);
   // Part `part` of `state`. `gradient` has as many elements. `copy`: the weights of type `dtype` that kernels read;
@@ -40,10 +44,15 @@ class OwnedUpdate {
     runtime::StateRange range;
     int64_t first_edge, num_edges;  // of edges_
   };
+  int64_t edges_bytes() const;
+  int64_t longest_piece() const;
+
+  const MomentsOptions moments_;
   std::vector<size_t> first_piece_;  // by part, and one behind the last
   std::vector<Piece> pieces_;
   std::vector<int64_t> edges_;    // of all pieces, each counted from its begin
   runtime::Buffer device_edges_;  // empty on the CPU
+  std::unique_ptr<MomentStage> stage_;
 };
 
 }  // namespace kintsugi::parallel

@@ -25,7 +25,7 @@ int64_t gathers_of(const ShardPlan& plan, const ParallelConfig& config, int unit
 }  // namespace
 
 FullySharded::Traffic plan_traffic(const runtime::ParamTable& table, const FullyShardedOptions& options) {
-  const ShardPlan plan(table, options.config, {options.dtype, options.moments_dtype}, options.rank, options.world_size);
+  const ShardPlan plan(table, options.config, {options.dtype, options.moments}, options.rank, options.world_size);
   const int64_t M = options.num_micro_steps, S = plan.num_shards;
   constexpr int64_t kFloat = 4, kBf16 = 2;
   FullySharded::Traffic t;
@@ -56,8 +56,8 @@ FullySharded::Traffic plan_traffic(const runtime::ParamTable& table, const Fully
 }
 
 int64_t FullySharded::device_bytes(const runtime::ParamTable& table, const FullyShardedOptions& options) {
-  const ShardPlan plan(table, options.config, {options.dtype, options.moments_dtype}, options.rank, options.world_size);
-  const OwnedUpdate update(table, plan.shards.ranges(), plan.update_borders());
+  const ShardPlan plan(table, options.config, {options.dtype, options.moments}, options.rank, options.world_size);
+  const OwnedUpdate update(table, plan.shards.ranges(), plan.update_borders(), options.moments);
   FullySharded::Traffic none;
   const VectorTable vectors(table, plan, nullptr, none);
   int64_t longest = 0;

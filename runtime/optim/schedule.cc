@@ -47,6 +47,8 @@ void describe(ConfigTable& table, OptimizerConfig& c) {
   table.add("optimizer.clip_norm", &c.clip_norm, "largest global gradient norm; 0: off");
   table.add("optimizer.moments_dtype", &c.moments_dtype,
             "how both moments are kept; bf16: half the memory, rounded stochastically", {"fp32", "bf16"});
+  table.add("optimizer.offload", &c.offload,
+            "on a GPU: keep both moments in host memory, and bring them bucket by bucket while an update runs");
 }
 
 void describe(ConfigTable& table, SchedulerConfig& c) {

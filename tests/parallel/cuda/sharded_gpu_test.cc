@@ -34,7 +34,7 @@ TrainOptions small_model(bool tied) {
   o.model.max_seq_len = 64;
   o.model.tied_embedding = tied;
   o.dtype = kernels::DType::kBF16;
-  if (tied) o.moments_dtype = kernels::DType::kBF16;
+  if (tied) o.moments.dtype = kernels::DType::kBF16;
   o.parallel.reduce_order = "fixed";
   o.parallel.virtual_shards = 4;
   o.global_batch = 8;
@@ -232,6 +232,12 @@ TEST(ShardedGpuTest, OneRankHasTheBitsOfDataParallelInEveryModeAndOrder) {
         o.steps = 6;
         const RankResult one = alone(o, rank.backend(), rank.stream());
         for (const char* mode : {"zero1", "zero2", "zero3"}) {
+          o.parallel.mode = mode;
+          compare(alone(o, rank.backend(), rank.stream()), one, o.name());
+        }
+        o.moments.on_host = true;
+        o.moments.bucket = 4096;  // some tens of buckets
+        for (const char* mode : {"ddp", "zero1", "zero3"}) {
           o.parallel.mode = mode;
           compare(alone(o, rank.backend(), rank.stream()), one, o.name());
         }

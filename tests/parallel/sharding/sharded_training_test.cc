@@ -208,7 +208,7 @@ TEST(ShardedTrainingTest, MomentsKeptInBf16HaveTheBitsOfOneRank) {
   for (const kernels::DType dtype : {kernels::DType::kF32, kernels::DType::kBF16}) {
     TrainOptions options = fixed_order(uneven_models()[dtype == kernels::DType::kF32 ? 0 : 2], 8);
     options.dtype = dtype;
-    options.moments_dtype = kernels::DType::kBF16;
+    options.moments.dtype = kernels::DType::kBF16;
     const Trained one = train_on_threads(options, 1);
     for (const Layout& layout :
          {Layout{"ddp", 3, 0}, {"zero1", 3, 0}, {"zero2", 1, 0}, {"zero3", 4, 2}, {"zero3", 6, 0}}) {
@@ -220,12 +220,28 @@ TEST(ShardedTrainingTest, MomentsKeptInBf16HaveTheBitsOfOneRank) {
   }
 }
 
+// Buckets of 64 elements, so that pieces end in the midst of tensors and of ranges of decay.
+TEST(ShardedTrainingTest, MomentsKeptOnTheHostHaveTheBitsOfThoseThatAreNot) {
+  for (const kernels::DType dtype : {kernels::DType::kF32, kernels::DType::kBF16}) {
+    TrainOptions options = fixed_order(uneven_models()[0], 8);
+    options.moments.dtype = dtype;
+    const Trained one = train_on_threads(options, 1);
+    options.moments.on_host = true;
+    options.moments.bucket = 64;
+    for (const Layout& layout :
+         {Layout{"ddp", 1, 0}, {"ddp", 2, 0}, {"zero1", 3, 0}, {"zero3", 1, 0}, {"zero3", 4, 2}}) {
+      const TrainOptions o = in_layout(options, layout);
+      expect_same_bits(train_on_threads(o, layout.world_size), one, o.name());
+    }
+  }
+}
+
 // Each rounding is off by up to a unit, 2^-7 of the moment, and on average by nothing.
 TEST(ShardedTrainingTest, MomentsKeptInBf16LearnAsFp32OnesDo) {
   TrainOptions options = fixed_order(uneven_models()[0], 8);
   options.steps = 60;
   const Trained wide = train_on_threads(options, 1);
-  options.moments_dtype = kernels::DType::kBF16;
+  options.moments.dtype = kernels::DType::kBF16;
   const Trained narrow = train_on_threads(options, 1);
   double worst = 0, mean = 0;
   for (size_t s = 0; s < wide.losses.size(); ++s) {

@@ -81,7 +81,7 @@ Result<Mode> create_mode(const TrainOptions& o, const RankPlace& place, const ru
     KTG_ASSIGN_OR_RETURN(auto made, DataParallel::create(table,
                                                          {.config = o.parallel,
                                                           .dtype = o.dtype,
-                                                          .moments_dtype = o.moments_dtype,
+                                                          .moments = o.moments,
                                                           .rank = place.rank,
                                                           .world_size = place.world_size,
                                                           .num_micro_steps = layout.num_micro_steps,
@@ -94,7 +94,7 @@ Result<Mode> create_mode(const TrainOptions& o, const RankPlace& place, const ru
   KTG_ASSIGN_OR_RETURN(auto made, FullySharded::create(table,
                                                        {.config = o.parallel,
                                                         .dtype = o.dtype,
-                                                        .moments_dtype = o.moments_dtype,
+                                                        .moments = o.moments,
                                                         .rank = place.rank,
                                                         .world_size = place.world_size,
                                                         .num_micro_steps = layout.num_micro_steps,
@@ -328,7 +328,8 @@ std::string TrainOptions::name() const {
   if (!parallel.reshard_after_forward) text += ", kept after forward";
   if (!overlap) text += ", no overlap";
   if (graphs) text += ", graphs";
-  if (moments_dtype != kernels::DType::kF32) text += ", bf16 moments";
+  if (moments.dtype != kernels::DType::kF32) text += ", bf16 moments";
+  if (moments.on_host) text += ", moments on the host";
   return text;
 }
 

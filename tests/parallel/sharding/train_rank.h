@@ -25,7 +25,8 @@ enum class Moment { kAcquire, kForwardDone, kGradientsReady, kBeforeUpdate };
 struct TrainOptions {
   runtime::ModelConfig model;
   ParallelConfig parallel;
-  kernels::DType dtype = kernels::DType::kF32, moments_dtype = kernels::DType::kF32;
+  kernels::DType dtype = kernels::DType::kF32;
+  MomentsOptions moments{};
   runtime::Recompute recompute = runtime::Recompute::kNone;
   bool overlap = true;
   bool graphs = false;  // on a device: the first step is queued, the second recorded, the others are replayed
