@@ -30,7 +30,7 @@
 // (comm/reduction_tree.h), so the bits are those of DataParallel in fixed order, at every world size and mode.
 //
 // Update. It goes unit by unit, and what the next forward reads first is gathered behind it while the rest is updated:
-// all units in zero1 and zero2, and in zero3 one for each buffer.
+// the first units in zero1 and zero2, and in zero3 one for each buffer.
 //
 // State, gradient shards and everything that peers read lie in the symmetric heap (on a GPU: of device memory).
 #pragma once

@@ -23,7 +23,7 @@ class WeightGather {
         slots_(plan.weights.begin.size()),
         spans_("gather", table.units()) {
     std::vector<bool> taken(slots_.size(), false);
-    for (int u = 0; ahead && u < plan.num_units(); ++u) {
+    for (int u = 0; ahead && u < plan.num_units() && first_units_.size() < kMostAhead; ++u) {
       if (!taken[slot_of(u)]) first_units_.push_back(u);
       taken[slot_of(u)] = true;
     }
@@ -46,7 +46,7 @@ class WeightGather {
   // the stream wait for the unit's.
   Status bring(int unit, int next, runtime::Stream& stream, Deadline deadline);
   Status start(int unit, runtime::Stream& stream);
-  // Units that can come before anything is held, in the order of forward: the first of each slot.
+  // Units that come before anything is held, in the order of forward: the first of each slot.
   const std::vector<int>& first_units() const { return first_units_; }
   // Waits for all that have been started.
   Status settle(Deadline deadline);
@@ -55,6 +55,9 @@ class WeightGather {
   void set_timeline(trace::Timeline* timeline) { spans_.set_timeline(timeline); }
 
  private:
+  // A device's communicator takes 8 collectives (comm.max_queued); with more the host would wait inside the update, and
+  // could not prepare the next step meanwhile.
+  static constexpr size_t kMostAhead = 6;
   struct Slot {
     int unit = -1;             // whose weights it holds, or will when `work` is done
     int users = 0, held = -1;  // so many holds, all of this unit
