@@ -115,7 +115,7 @@ Result<RunFolder> open_run_folder(const std::string& out_dir, const ResumeReques
       KTG_ASSIGN_OR_RETURN(folder.history, checkpoint::resume_history(fs, folder.checkpoint_dir, *found, run_id));
       folder.note = fmt::format("resuming from step {} ({})", found->meta.step, found->dir);
     } else if (found.status().code() == StatusCode::kNotFound && resume.from.empty()) {
-      folder.note = "no checkpoint to resume from: beginning with step 0";
+      folder.note = fmt::format("--resume: {} holds no checkpoint: beginning with step 0", folder.checkpoint_dir);
     } else {
       return found.status().with_context("--resume");
     }

@@ -27,6 +27,7 @@
 #include "launch/train_options.h"
 #include "launch/train_program.h"
 #include "launch/worker_main.h"
+#include "runtime/base/log.h"
 
 namespace kintsugi::launch {
 namespace {
@@ -130,6 +131,7 @@ std::string cache_dir() {
 
 Result<TrainerHolder> create_trainer(ChildContext& context, WorkerLink& link) {
   KTG_ASSIGN_OR_RETURN(RunConfig config, RunConfig::parse(context.config_toml, "the run's configuration"));
+  log().set_level(spdlog::level::from_str(config.log.level));
   auto segments = std::make_shared<std::vector<std::unique_ptr<comm::SharedSegment>>>();
   std::vector<comm::SharedSegment*> views;
   for (const UniqueFd& fd : context.segment_fds) {
@@ -153,6 +155,7 @@ Result<TrainerHolder> create_trainer(ChildContext& context, WorkerLink& link) {
   }
   TrainerHolder holder;
   KTG_ASSIGN_OR_RETURN(holder.trainer, Trainer::create(config, env));
+  log().info("process {} is ready: {} threads", ::getpid(), env.num_threads);
   holder.keeps_alive = std::make_shared<std::pair<decltype(segments), decltype(gpu)>>(segments, gpu);
   return holder;
 }

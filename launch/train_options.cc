@@ -56,9 +56,10 @@ CommandLineOutcome parse_command_line(int argc, const char* const* argv, TrainOp
   app.add_option("--out", out, "folder of the run; outputs/<name of the configuration> when not given")
       ->type_name("DIR");
   CLI::Option* resume_option =
-      app.add_option("--resume", resume,
-                     "go on from the newest checkpoint of the run's folder, or from a step of it, or from a "
-                     "checkpoint's or another run's folder")
+      app.add_option(
+             "--resume", resume,
+             "go on from the newest checkpoint of the run's folder, or from a step of it, or from a "
+             "checkpoint's or another run's folder; a folder of the run without any checkpoint begins with step 0")
           ->expected(0, 1)
           ->type_name("[STEP|DIR]");
   std::string trace;

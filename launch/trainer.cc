@@ -8,6 +8,7 @@
 
 #include "comm/host/host_communicator.h"
 #include "comm/nccl/device_heap.h"
+#include "launch/process_memory.h"
 #include "launch/trainer_impl.h"
 #include "launch/warm_up.h"
 #include "runtime/base/log.h"
@@ -130,6 +131,7 @@ Status TrainerImpl::create_parallel_mode(comm::SymmetricHeap& heap) {
 
 Status TrainerImpl::build() {
   const TrainingConfig& training = config_.training;
+  anonymous_bytes_before_ = process_memory().anonymous_bytes;
   backend_ = environment_.backend;
   if (backend_ == nullptr) {
     KTG_ASSIGN_OR_RETURN(backend_, create_backend(config_, environment_));
@@ -378,6 +380,9 @@ void TrainerImpl::committed(const VoteOutcome& vote) {
   state().step = vote.step;
   state().cursor += layout_.global_batch;
   skipped_steps_ += vote.skip;
+  log().debug("step {}: loss {:.6g}, grad_norm {:.6g}{}", vote.step,
+              vote.loss_sum / static_cast<double>(std::max<int64_t>(vote.num_tokens, 1)), vote.gradient_norm,
+              vote.skip != 0 ? ", skipped" : "");
   environment_.link->updated(vote.step);
 }
 
@@ -390,11 +395,31 @@ Status TrainerImpl::explained(const Status& status) const {
   return aborted(fmt::format("generation {} is over: {}", generation_, status.message()));
 }
 
+namespace {
+
+std::string describe(const Verdict& verdict) {
+  const int64_t step = verdict.committed_step;
+  switch (verdict.source) {
+    case StateSource::kFresh:
+      return "begins with step 0";
+    case StateSource::kCheckpoint:
+      return fmt::format("goes on from step {} of {}", step, verdict.checkpoint_dir);
+    case StateSource::kSnapshots:
+      return fmt::format("goes back to step {} as it lies in memory", step);
+    case StateSource::kSurvivors:
+      return fmt::format("goes on from step {} as the survivors hold it", step);
+  }
+  return "";
+}
+
+}  // namespace
+
 Result<RunOutcome> run_generations(Trainer& trainer, WorkerLink& link) {
   for (int64_t generation = -1;;) {
     // The agent decides when there is news; if it dies, this process is ended with it.
     KTG_ASSIGN_OR_RETURN(const Verdict verdict, link.await_verdict(generation, Deadline::never()));
     generation = verdict.generation;
+    log().info("generation {}: {}", generation, describe(verdict));
     const Status entered = trainer.enter_generation(verdict);
     if (entered.code() == StatusCode::kAborted) continue;
     KTG_RETURN_IF_ERROR(entered);

@@ -1,9 +1,9 @@
 #include <fmt/format.h>
-#include <sys/resource.h>
 
 #include <nlohmann/json.hpp>
 #include <thread>
 
+#include "launch/process_memory.h"
 #include "launch/trainer_impl.h"
 #include "runtime/base/log.h"
 
@@ -12,12 +12,6 @@ namespace {
 
 // The first item of `rank`'s share of n items; shares differ by at most one.
 int64_t share_begin(int64_t n, int rank, int world_size) { return rank * n / world_size; }
-
-int64_t resident_bytes() {
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  return usage.ru_maxrss * int64_t{1024};
-}
 
 }  // namespace
 
@@ -61,7 +55,7 @@ Status TrainerImpl::complete_step(const VoteOutcome& vote, bool timed) {
                     .skipped_steps = skipped_steps_,
                     .flops_per_token = static_cast<double>(plan_.flops_per_token),
                     .peak_tflops = config_.metrics.peak_tflops,
-                    .memory_bytes = device_ ? device_bytes_used() : resident_bytes(),
+                    .memory_bytes = device_ ? device_bytes_used() : process_memory().peak_bytes,
                     .validation_loss = validation,
                     .times = timed ? std::optional(times) : std::nullopt};
   return environment_.link->publish("metrics", to_json(report));
@@ -276,7 +270,9 @@ std::string TrainerImpl::summary(const std::string& sha256) const {
     out["used_device_bytes"] = device_bytes_used();
   }
   out["planned_memory_bytes"] = plan_.total_bytes();
-  out["resident_memory_bytes"] = resident_bytes();
+  const ProcessMemory memory = process_memory();
+  out["used_memory_bytes"] = environment_.heap->used_bytes() + memory.peak_anonymous_bytes() - anonymous_bytes_before_;
+  out["resident_memory_bytes"] = memory.peak_bytes;
   out["state_sha256"] = sha256;
   return out.dump();
 }

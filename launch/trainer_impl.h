@@ -200,6 +200,7 @@ class TrainerImpl final : public Trainer {
   std::string tuning_;                       // the algorithms in use, as text; empty: the libraries' own choice
   runtime::Buffer finite_flags_;             // training.debug_nan: two a unit
   bool plan_printed_ = false;
+  int64_t anonymous_bytes_before_ = 0;  // of the program and its libraries, before anything was made
   int64_t fault_step_ = 0;
   int64_t step_end_ns_ = 0;
   // Spans of the step: its phases, and what parallel_ adds in a traced step.

@@ -11,6 +11,9 @@
 namespace kintsugi::parallel {
 namespace {
 
+// Far above any batch, far below where its product with a number of ranks overflows.
+constexpr int64_t kMaxGlobalBatch = int64_t{1} << 30;
+
 // "20 or 25": the nearest multiples of `unit`, at least one of it.
 std::string nearest_multiples(int64_t value, int64_t unit) {
   const int64_t below = value / unit * unit;
@@ -22,12 +25,14 @@ std::string nearest_multiples(int64_t value, int64_t unit) {
 Result<BatchLayout> plan_batch(int64_t global_batch, int64_t micro_batch_size, const ParallelConfig& config, int rank,
                                int world_size) {
   KTG_RETURN_IF_ERROR(config.validate());
-  if (global_batch < 1) {
-    return invalid_argument(fmt::format("training.global_batch_size = {}: must be at least 1", global_batch));
+  if (global_batch < 1 || global_batch > kMaxGlobalBatch) {
+    return invalid_argument(
+        fmt::format("training.global_batch_size = {}: must lie in 1 .. {}", global_batch, kMaxGlobalBatch));
   }
-  if (micro_batch_size < 0) {
-    return invalid_argument(fmt::format(
-        "training.micro_batch_size = {}: must be at least 1, or 0 for a rank's whole share", micro_batch_size));
+  if (micro_batch_size < 0 || micro_batch_size > kMaxGlobalBatch) {
+    return invalid_argument(
+        fmt::format("training.micro_batch_size = {}: must lie in 1 .. {}, or be 0 for a rank's whole share",
+                    micro_batch_size, kMaxGlobalBatch));
   }
   const int64_t N = world_size, V = config.virtual_shards;
   if (config.fixed_order()) {

@@ -9,8 +9,11 @@ namespace kintsugi::parallel {
 // All divisors of n >= 1, ascending.
 inline std::vector<int64_t> divisors(int64_t n) {
   std::vector<int64_t> out;
-  for (int64_t d = 1; d <= n; ++d) {
+  for (int64_t d = 1; d <= n / d; ++d) {
     if (n % d == 0) out.push_back(d);
+  }
+  for (size_t i = out.size(); i-- > 0;) {
+    if (out[i] != n / out[i]) out.push_back(n / out[i]);
   }
   return out;
 }

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <optional>
 #include <sstream>
 #include <toml++/toml.h>
 
@@ -87,78 +88,76 @@ const char* type_name(const ConfigTable::Field& f) {
                     f);
 }
 
+bool is_toml_value(const std::string& text) {
+  try {
+    return toml::parse("v = " + text).size() == 1;
+  } catch (const toml::parse_error&) {
+    return false;
+  }
+}
+
 std::string node_text(const toml::node& node) {
   std::ostringstream out;
   node.visit([&](const auto& n) { out << n; });
   return out.str();
 }
 
-bool assign(const ConfigTable::Field& field, const toml::node& node) {
+// What a field of any type, or an array of tables, may be given.
+using Value = std::variant<bool, int64_t, double, std::string, std::vector<int64_t>, std::vector<std::string>,
+                           std::vector<ConfigTable::Row>>;
+
+template <class T>
+std::optional<Value> array_of(const toml::node& node) {
+  if (!node.is_array() || (!node.as_array()->empty() && !node.as_array()->is_homogeneous<T>())) return std::nullopt;
+  std::vector<T> items;
+  for (const toml::node& item : *node.as_array()) items.push_back(item.value<T>().value());
+  return items;
+}
+
+// The node as a value of the field's type; nothing when it is of another.
+std::optional<Value> value_for(const ConfigTable::Field& field, const toml::node& node) {
+  const auto exactly = [&]<class T>(T) -> std::optional<Value> {
+    if (const std::optional<T> value = node.value_exact<T>()) return *value;
+    return std::nullopt;
+  };
   return std::visit(
-      Overloaded{
-          [&](bool* v) {
-            if (!node.is_boolean()) return false;
-            *v = **node.as_boolean();
-            return true;
-          },
-          [&](int64_t* v) {
-            if (!node.is_integer()) return false;
-            *v = **node.as_integer();
-            return true;
-          },
-          [&](double* v) {
-            if (node.is_integer()) {
-              *v = static_cast<double>(**node.as_integer());
-            } else if (node.is_floating_point()) {
-              *v = **node.as_floating_point();
-            } else {
-              return false;
-            }
-            return true;
-          },
-          [&](std::string* v) {
-            if (!node.is_string()) return false;
-            *v = **node.as_string();
-            return true;
-          },
-          [&](std::vector<int64_t>* v) {
-            if (!node.is_array() || (!node.as_array()->empty() && !node.as_array()->is_homogeneous<int64_t>())) return false;
-            v->clear();
-            for (const auto& item : *node.as_array()) v->push_back(**item.as_integer());
-            return true;
-          },
-          [&](std::vector<std::string>* v) {
-            if (node.is_string()) {
-              *v = {**node.as_string()};
-              return true;
-            }
-            if (!node.is_array() || (!node.as_array()->empty() && !node.as_array()->is_homogeneous<std::string>())) return false;
-            v->clear();
-            for (const auto& item : *node.as_array()) v->push_back(**item.as_string());
-            return true;
-          }},
+      Overloaded{[&](const bool*) { return exactly(bool{}); }, [&](const int64_t*) { return exactly(int64_t{}); },
+                 [&](const double*) -> std::optional<Value> {
+                   if (node.is_integer()) return static_cast<double>(**node.as_integer());
+                   return exactly(double{});
+                 },
+                 [&](const std::string*) { return exactly(std::string()); },
+                 [&](const std::vector<int64_t>*) { return array_of<int64_t>(node); },
+                 [&](const std::vector<std::string>*) -> std::optional<Value> {
+                   if (node.is_string()) return std::vector<std::string>{**node.as_string()};
+                   return array_of<std::string>(node);
+                 }},
       field);
 }
 
 }  // namespace
 
-// Walks one parsed TOML document and assigns its leaves.
+// Walks one parsed TOML document and keeps its leaves, for the fields to take once all of them are right.
 struct ConfigTable::Loader {
   ConfigTable& table;
   const std::string& origin;
+  std::vector<std::pair<Entry*, Value>> accepted{};
+
+  static std::string wanted(const Entry& entry) {
+    if (entry.rows == nullptr) return type_name(entry.field);
+    return fmt::format("an array of tables with keys {}", fmt::join(entry.row_keys, ", "));
+  }
 
   std::string where(const toml::node& node, const std::string& path) const {
     return fmt::format("{}:{}: {}", origin, node.source().begin.line, path);
   }
 
-  Status load_rows(Entry& entry, const toml::node& node) const {
-    const std::string wanted =
-        fmt::format("an array of tables with keys {}", fmt::join(entry.row_keys, ", "));
-    if (!node.is_array()) return invalid_argument(where(node, entry.path) + " must be " + wanted);
-    entry.rows->clear();
-    for (const auto& item : *node.as_array()) {
-      if (!item.is_table()) return invalid_argument(where(item, entry.path) + " must be " + wanted);
-      Row row;
+  Result<std::vector<Row>> rows_of(const Entry& entry, const toml::node& node) const {
+    if (!node.is_array()) return invalid_argument(where(node, entry.path) + " must be " + wanted(entry));
+    std::vector<Row> rows;
+    for (const toml::node& item : *node.as_array()) {
+      if (!item.is_table()) return invalid_argument(where(item, entry.path) + " must be " + wanted(entry));
+      Row& row = rows.emplace_back();
       for (const auto& [key, value] : *item.as_table()) {
         const std::string name(key.str());
         if (std::find(entry.row_keys.begin(), entry.row_keys.end(), name) == entry.row_keys.end()) {
@@ -171,37 +170,54 @@ struct ConfigTable::Loader {
         else if (value.is_string()) row[name] = **value.as_string();
         else return invalid_argument(where(value, entry.path) + "." + name + " must be a scalar");
       }
-      entry.rows->push_back(std::move(row));
+    }
+    return rows;
+  }
+
+  Result<Value> value_of(const Entry& entry, const toml::node& node) const {
+    if (entry.rows != nullptr) {
+      KTG_ASSIGN_OR_RETURN(std::vector<Row> rows, rows_of(entry, node));
+      return Value(std::move(rows));
+    }
+    std::optional<Value> value = value_for(entry.field, node);
+    if (!value) {
+      return invalid_argument(
+          fmt::format("{} = {}: must be {}", where(node, entry.path), node_text(node), wanted(entry)));
+    }
+    if (const auto* s = std::get_if<std::string>(&*value);
+        s != nullptr && !entry.allowed.empty() &&
+        std::find(entry.allowed.begin(), entry.allowed.end(), *s) == entry.allowed.end()) {
+      return invalid_argument(
+          fmt::format("{} = \"{}\": allowed: {}", where(node, entry.path), *s, fmt::join(entry.allowed, ", ")));
+    }
+    return *std::move(value);
+  }
+
+  Status load(const toml::table& from, const std::string& prefix) {
+    for (const auto& [key, node] : from) {
+      const std::string path = prefix + std::string(key.str());
+      Entry* entry = table.find(path);
+      if (entry != nullptr) {
+        KTG_ASSIGN_OR_RETURN(Value value, value_of(*entry, node));
+        accepted.emplace_back(entry, std::move(value));
+      } else if (node.is_table()) {
+        KTG_RETURN_IF_ERROR(load(*node.as_table(), path + "."));
+      } else {
+        return table.unknown_key(where(node, path), path);
+      }
     }
     return ok_status();
   }
 
-  Status load(const toml::table& from, const std::string& prefix) const {
-    for (const auto& [key, node] : from) {
-      const std::string path = prefix + std::string(key.str());
-      Entry* entry = table.find(path);
-      if (entry == nullptr) {
-        if (node.is_table()) {
-          KTG_RETURN_IF_ERROR(load(*node.as_table(), path + "."));
-          continue;
-        }
-        return table.unknown_key(where(node, path), path);
-      }
+  void commit() {
+    for (auto& [entry, value] : accepted) {
       entry->set = true;
       if (entry->rows != nullptr) {
-        KTG_RETURN_IF_ERROR(load_rows(*entry, node));
+        *entry->rows = std::get<std::vector<Row>>(std::move(value));
         continue;
       }
-      if (!assign(entry->field, node)) {
-        return invalid_argument(fmt::format("{} = {}: must be {}", where(node, path), node_text(node), type_name(entry->field)));
-      }
-      if (const auto* s = std::get_if<std::string*>(&entry->field);
-          s != nullptr && !entry->allowed.empty() &&
-          std::find(entry->allowed.begin(), entry->allowed.end(), **s) == entry->allowed.end()) {
-        return invalid_argument(fmt::format("{} = \"{}\": allowed: {}", where(node, path), **s, fmt::join(entry->allowed, ", ")));
-      }
+      std::visit([&v = value]<class T>(T* field) { *field = std::get<T>(std::move(v)); }, entry->field);
     }
-    return ok_status();
   }
 };
 
@@ -230,7 +246,10 @@ Status ConfigTable::load_file(const std::string& path) {
 Status ConfigTable::load_text(std::string_view text, const std::string& origin) {
   try {
     const toml::table parsed = toml::parse(text, origin);
-    return Loader{*this, origin}.load(parsed, "");
+    Loader loader{*this, origin};
+    KTG_RETURN_IF_ERROR(loader.load(parsed, ""));
+    loader.commit();
+    return ok_status();
   } catch (const toml::parse_error& e) {
     return invalid_argument(fmt::format("{}:{}: {}", origin, e.source().begin.line, e.description()));
   }
@@ -247,8 +266,12 @@ Status ConfigTable::set(std::string_view assignment) {
   const Entry* entry = find(key);
   if (entry == nullptr) return unknown_key(origin + ": " + key, key);  // before its value, which may be no TOML
   const bool wants_text = entry->rows == nullptr && std::holds_alternative<std::string*>(entry->field);
-  const bool already_quoted = !value.empty() && (value.front() == '"' || value.front() == '\'');
-  return load_text(key + " = " + (wants_text && !already_quoted ? quoted(value) : value), origin);
+  const bool already_quoted = value.starts_with('"') || value.starts_with('\'');
+  if (already_quoted || (!wants_text && is_toml_value(value))) return load_text(key + " = " + value, origin);
+  if (!wants_text && (value.starts_with('[') || value.starts_with('{'))) {  // an array or table that was not closed
+    return invalid_argument(fmt::format("{}: must be {}", origin, Loader::wanted(*entry)));
+  }
+  return load_text(key + " = " + quoted(value), origin);
 }
 
 Status ConfigTable::unknown_key(const std::string& where, std::string_view path) const {

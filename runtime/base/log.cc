@@ -39,7 +39,7 @@ Status init_log(const LogConfig& config) {
   auto logger = std::make_shared<spdlog::logger>(config.prefix, sinks.begin(), sinks.end());
   logger->set_level(level);
   logger->set_pattern(config.prefix.empty() ? "%Y-%m-%d %H:%M:%S.%e %^%l%$ %v" : "%Y-%m-%d %H:%M:%S.%e %^%l%$ [%n] %v");
-  logger->flush_on(spdlog::level::info);
+  logger->flush_on(spdlog::level::trace);  // a killed process leaves every line that it wrote
   instance() = std::move(logger);
   return ok_status();
 }

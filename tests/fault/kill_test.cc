@@ -4,6 +4,9 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -224,10 +227,42 @@ TEST(KillTest, AStoppedWorkerIsFoundOutKilledAndReplaced) {
   EXPECT_EQ(job.events("death")[0]["cause"], "hung");
 }
 
-TEST(KillTest, EveryLineOfTheLogsIsStrictJson) {
+// Texts of JSON in a file: one, or one a line. nlohmann's parser takes no bare NaN and no trailing comma.
+int parse_strictly(const std::filesystem::path& path) {
+  std::ifstream in(path);
+  int count = 0;
+  if (path.extension() == ".json") {
+    EXPECT_FALSE(Json::parse(in, nullptr, /*allow_exceptions=*/false).is_discarded()) << path;
+    return 1;
+  }
+  for (std::string line; std::getline(in, line); ++count) {
+    EXPECT_TRUE(Json::parse(line, nullptr, /*allow_exceptions=*/false).is_object()) << path << ": " << line;
+  }
+  return count;
+}
+
+// Case A19, on a run whose weights overflow, and two ranks of which are killed while their traces are open.
+TEST(KillTest, WhateverIsWrittenIsStrictJson) {
   Workspace w;
-  TrainJob job(w, "disturbed", {.arguments = {"--set", R"(fault.kill=[{rank=1,step=9},{rank=0,step=19}])"}});
+  TrainJob job(w, "disturbed",
+               {.arguments = {"--set", R"(fault.kill=[{rank=1,step=9},{rank=0,step=19}])", "--set", "optimizer.lr=1000",
+                              "--set", "optimizer.weight_decay=1000", "--set", "lr_scheduler.kind=constant", "--set",
+                              "metrics.trace_steps=[7,8,9,18,19,20]"}});
   ASSERT_TRUE(job.wait().all(0)) << job.output();
+  EXPECT_GT(job.summary()["skipped_steps"], 0);
+  EXPECT_TRUE(job.steps().back()["grad_norm"].is_null()) << job.steps().back();
+  EXPECT_EQ(parse_strictly(job.out_dir() + "/metrics.jsonl"), static_cast<int>(job.steps().size()));
+  EXPECT_EQ(parse_strictly(job.out_dir() + "/recovery.jsonl"), static_cast<int>(job.events().size()));
+  EXPECT_EQ(parse_strictly(job.out_dir() + "/summary.json"), 1);
+  std::set<std::string> traces;
+  for (const auto& entry : std::filesystem::directory_iterator(job.out_dir() + "/trace")) {
+    parse_strictly(entry.path());
+    traces.insert(entry.path().filename());
+  }
+  EXPECT_EQ(traces,
+            (std::set<std::string>{"rank-0-generation-1.json", "rank-0-generation-3.json", "rank-1-generation-1.json",
+                                   "rank-1-generation-2.json", "rank-2-generation-1.json"}))
+      << "one file a process: the killed ranks', and their replacements'";
   int64_t last_ns = -1;
   for (const Json& e : job.events()) {
     EXPECT_TRUE(e["t_ns"].is_number_integer()) << e;

@@ -1,10 +1,11 @@
 // Every way to start a job, what is refused at the start, and who says so.
-#include <gtest/gtest.h>
+#include <gmock/gmock.h>
 #include <sched.h>
 #include <signal.h>
 
 #include <filesystem>
 #include <fstream>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,13 @@ int count(const std::string& text, const std::string& what) {
   int n = 0;
   for (size_t at = text.find(what); at != std::string::npos; at = text.find(what, at + 1)) ++n;
   return n;
+}
+
+using ::testing::HasSubstr;
+
+std::vector<std::string> with(std::vector<std::string> a, const std::vector<std::string>& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
 }
 
 const std::vector<std::string> kShort = {"--set", "training.steps=6"};
@@ -114,13 +122,18 @@ TEST_P(BadInputTest, OneRankSaysOneClearThingAndNothingIsWritten) {
 
 INSTANTIATE_TEST_SUITE_P(
     Inputs, BadInputTest,
-    ::testing::Values(BadInput{"UnknownKey", {"--set", "training.step=4"}, "training.steps"},
-                      BadInput{"WrongType", {"--set", "training.steps=many"}, "training.steps"},
-                      BadInput{"HeadsDoNotDivide", {"--set", "model.num_heads=5"}, "num_heads"},
-                      BadInput{"BatchDoesNotDivide", {"--set", "training.global_batch_size=25"}, "global_batch_size"},
-                      BadInput{"MissingData", {"--set", "data.train=[\"nowhere.txt\"]"}, "nowhere.txt"},
-                      BadInput{"BadFault", {"--set", "fault.kill=[{rank=9,step=1}]"}, "rank"},
-                      BadInput{"MissingCheckpoint", {"--resume", "70"}, "step-70"}),
+    ::testing::Values(
+        BadInput{"UnknownKey", {"--set", "training.step=4"}, "training.steps"},
+        BadInput{"WrongType", {"--set", "training.steps=many"}, "training.steps = 'many': must be an integer"},
+        BadInput{
+            "HugeBatch", {"--set", "training.global_batch_size=4611686018427387904"}, "must lie in 1 .. 1073741824"},
+        BadInput{"EmptyData", {"--set", "data.train=/dev/null"}, "/dev/null"},
+        BadInput{"IdBeyondTheVocabulary", {"--set", "model.vocab_size=100"}, "text.txt"},
+        BadInput{"HeadsDoNotDivide", {"--set", "model.num_heads=5"}, "num_heads"},
+        BadInput{"BatchDoesNotDivide", {"--set", "training.global_batch_size=25"}, "global_batch_size"},
+        BadInput{"MissingData", {"--set", "data.train=[\"nowhere.txt\"]"}, "nowhere.txt"},
+        BadInput{"BadFault", {"--set", "fault.kill=[{rank=9,step=1}]"}, "rank"},
+        BadInput{"MissingCheckpoint", {"--resume", "70"}, "step-70"}),
     [](const ::testing::TestParamInfo<BadInput>& c) { return c.param.name; });
 
 TEST(LaunchTest, AFolderInUseByAnotherRunIsRefusedAndLeftAlone) {
@@ -135,6 +148,19 @@ TEST(LaunchTest, AFolderInUseByAnotherRunIsRefusedAndLeftAlone) {
   ::kill(first.agent(0), SIGTERM);  // it has trained all the while
   EXPECT_TRUE(first.wait().all(75)) << first.output();
   EXPECT_EQ(first.events("start").size(), 1u) << "the log is the first run's alone";
+}
+
+TEST(LaunchTest, ACheckpointOfAnotherModelIsRefusedByNameOnce) {
+  Workspace w;
+  TrainJob first(w, "first", {.world_size = 2, .arguments = with(kShort, {"--set", "checkpoint.every=3"})});
+  ASSERT_TRUE(first.wait().all(0)) << first.output();
+  TrainJob second(w, "second",
+                  {.start = Start::kMpirun, .arguments = {"--resume", first.out_dir(), "--set", "model.ffn_dim=64"}});
+  EXPECT_TRUE(second.wait().all(78)) << second.output();
+  EXPECT_EQ(count(second.output(), "error:"), 1) << second.output();
+  EXPECT_TRUE(second.says("mlp.gate_proj.weight")) << second.output();
+  EXPECT_TRUE(second.says(first.out_dir() + "/checkpoint/step-6")) << second.output();
+  EXPECT_TRUE(second.steps().empty());
 }
 
 TEST(LaunchTest, AFinishedRunIsNotOverwritten) {
@@ -189,32 +215,84 @@ TEST(ThreadsTest, TheAffinityMaskAndTheRanksDecide) {
   }
 }
 
+std::string contents(const std::string& path) {
+  std::ostringstream text;
+  text << std::ifstream(path, std::ios::binary).rdbuf();
+  return text.str();
+}
+
+const std::vector<std::string> kFiftySteps = {"--set", "training.schedule_steps=50", "--set", "training.steps=50"};
+
 // Case A11: paths that are long, odd, or relative, each with a killed rank and a resume from another folder.
 TEST(PathsTest, OddPathsWork) {
   Workspace w;
-  const std::string long_tmp = w.path(std::string(100, 't'));
+  const std::string expected = undisturbed_digest(w, 3, kFiftySteps);
+  const std::string long_tmp = w.path(std::string(std::max<size_t>(1, 129 - w.dir().size()), 't'));
+  ASSERT_GE(long_tmp.size(), 130u);
   std::filesystem::create_directories(long_tmp);
   std::filesystem::create_directories(w.path("elsewhere"));
   std::filesystem::create_symlink(w.path("text.txt"), w.path("link.txt"));
   const std::string out = std::string("a space, é, 漢 and a ' quote ") + std::string(150, 'o');
-  const std::vector<std::string> arguments = {"--set", "data.train=[\"link.txt\"]", "--set",
-                                              "fault.kill=[{rank=1,step=12}]"};
+  const std::vector<std::string> arguments = {"--set", "training.schedule_steps=50",   "--set", "data.train=link.txt",
+                                              "--set", "fault.kill=[{rank=1,step=12}]"};
   TrainJob job(w, out, {.start = Start::kMpirun, .arguments = arguments, .variables = {{"TMPDIR", long_tmp}}});
   ASSERT_TRUE(job.wait().all(0)) << job.output();
+  EXPECT_EQ(job.events("recovered").size(), 1u);
+  EXPECT_THAT(contents(job.out_dir() + "/checkpoint/step-40/manifest.json"), HasSubstr(w.path("link.txt")));
   TrainJob resumed(w, out,
                    {.start = Start::kMpirun,
-                    .arguments = {"--resume", "--set", "training.steps=50"},
+                    .arguments = with({"--resume"}, kFiftySteps),
                     .variables = {{"TMPDIR", long_tmp}},
                     .working_dir = w.path("elsewhere"),
                     .config = "../tiny.toml"});
   ASSERT_TRUE(resumed.wait().all(0)) << resumed.output();
   EXPECT_EQ(resumed.summary()["steps"], 50);
+  EXPECT_EQ(resumed.digest(), expected);
+}
+
+TEST(PathsTest, ARelativeOutStartsAtTheWorkingFolder) {
+  Workspace w;
+  std::filesystem::create_directories(w.path("elsewhere/below"));
+  TrainJob job(w, "elsewhere/below/out",
+               {.arguments = kShort, .working_dir = w.path("elsewhere"), .out_argument = "below/out"});
+  ASSERT_TRUE(job.wait().all(0)) << job.output();
+  EXPECT_TRUE(job.says("run folder: " + w.path("elsewhere/below/out"))) << job.output();
+  EXPECT_EQ(job.summary()["steps"], 6);
 }
 
 TEST(PathsTest, AReadOnlyTmpdirIsNoProblem) {
   Workspace w;
-  TrainJob job(w, "out", {.arguments = kShort, .variables = {{"TMPDIR", "/proc/self"}}});
-  EXPECT_TRUE(job.wait().all(0)) << job.output();
+  const std::string expected = undisturbed_digest(w, 3, kFiftySteps);
+  const Variables variables = {{"TMPDIR", "/proc/self"}};  // where not even root may write
+  TrainJob job(w, "out",
+               {.arguments = {"--set", "training.schedule_steps=50", "--set", "fault.kill=[{rank=2,step=15}]"},
+                .variables = variables});
+  ASSERT_TRUE(job.wait().all(0)) << job.output();
+  EXPECT_EQ(job.events("recovered").size(), 1u);
+  TrainJob resumed(w, "out", {.arguments = with({"--resume"}, kFiftySteps), .variables = variables});
+  ASSERT_TRUE(resumed.wait().all(0)) << resumed.output();
+  EXPECT_EQ(resumed.digest(), expected);
+}
+
+TEST(ResumeTest, WithoutACheckpointTheRunBeginsWithStepZeroAndSaysSo) {
+  Workspace w;
+  TrainJob job(w, "out", {.arguments = with({"--resume"}, kShort)});
+  ASSERT_TRUE(job.wait().all(0)) << job.output();
+  EXPECT_TRUE(job.says("--resume: " + job.out_dir() + "/checkpoint holds no checkpoint: beginning with step 0"));
+  EXPECT_EQ(job.steps().front()["step"], 1);
+}
+
+TEST(LogTest, TheLevelDecidesWhatARanksFileHolds) {
+  Workspace w;
+  for (const char* const level : {"warn", "info", "debug"}) {
+    TrainJob job(w, level, {.world_size = 2, .arguments = with(kShort, {"--set", std::string("log.level=") + level})});
+    ASSERT_TRUE(job.wait().all(0)) << job.output();
+    for (const char* const rank : {"0", "1"}) {
+      const std::string log = contents(job.out_dir() + "/log/rank-" + rank + ".log");
+      EXPECT_EQ(count(log, "generation 1: begins with step 0"), std::string(level) == "warn" ? 0 : 1) << level << log;
+      EXPECT_EQ(count(log, " step 6: loss "), std::string(level) == "debug" ? 1 : 0) << level << log;
+    }
+  }
 }
 
 }  // namespace

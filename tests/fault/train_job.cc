@@ -145,7 +145,7 @@ std::vector<std::string> TrainJob::train_command() const {
   std::vector<std::string> command = options_.prefix;
   command.push_back(std::string(KTG_BINARY_DIR) + "/bin/train");
   command.push_back(options_.config.empty() ? workspace_.config() : options_.config);
-  command.insert(command.end(), {"--out", out_dir_});
+  command.insert(command.end(), {"--out", options_.out_argument.empty() ? out_dir_ : options_.out_argument});
   command.insert(command.end(), options_.arguments.begin(), options_.arguments.end());
   return command;
 }

@@ -49,6 +49,7 @@ struct JobOptions {
   std::string working_dir{};             // empty: the workspace
   bool shares_folder = false;            // with a job that is not this one's to end
   std::string config{};                  // empty: the workspace's
+  std::string out_argument{};            // empty: the absolute path of the folder
 };
 
 struct Exit {

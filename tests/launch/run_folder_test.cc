@@ -13,6 +13,7 @@
 namespace kintsugi::launch {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 class RunFolderTest : public ::testing::Test {
@@ -61,7 +62,7 @@ TEST_F(RunFolderTest, AFolderWithSomethingInItIsRefusedUnlessResumed) {
   EXPECT_THAT(f.status().message(), HasSubstr("--resume"));
   const Result<RunFolder> resumed = open_run_folder(path(), {.wanted = true, .from = ""}, "run-1");
   ASSERT_TRUE(resumed.ok());
-  EXPECT_THAT(resumed->note, HasSubstr("no checkpoint to resume from"));
+  EXPECT_THAT(resumed->note, AllOf(HasSubstr(path() + "/checkpoint holds no checkpoint"), HasSubstr("step 0")));
 }
 
 TEST_F(RunFolderTest, WhatARunLeftThatDidNotBeginIsNoReasonToRefuse) {
@@ -79,6 +80,16 @@ TEST_F(RunFolderTest, ACheckpointThatWasAskedForByNameMustExist) {
   const Result<RunFolder> f = open_run_folder(path(), {.wanted = true, .from = "70"}, "run-1");
   ASSERT_FALSE(f.ok());
   EXPECT_THAT(f.status().message(), HasSubstr("step-70"));
+}
+
+// Whoever names where to go on from does not want to begin anew.
+TEST_F(RunFolderTest, AFolderThatWasNamedAndHoldsNoCheckpointIsRefused) {
+  write("other/checkpoint/notes.txt", "mine");
+  for (const std::string& from : {path("other"), path("other/checkpoint/step-5"), path("nowhere")}) {
+    const Result<RunFolder> f = open_run_folder(path(), {.wanted = true, .from = from}, "run-1");
+    ASSERT_FALSE(f.ok()) << from;
+    EXPECT_THAT(f.status().message(), AllOf(HasSubstr("--resume"), HasSubstr(from)));
+  }
 }
 
 TEST_F(RunFolderTest, RunIdsDiffer) { EXPECT_NE(new_run_id(), new_run_id()); }

@@ -81,6 +81,34 @@ TEST_F(ShardedTrainerTest, EveryModeEndsWithTheBitsOfOneRank) {
   }
 }
 
+// Case A03: head and table are one weight with one pair of moments, whoever holds which part of it.
+TEST_F(ShardedTrainerTest, ATiedTableIsOneTensorInEveryMode) {
+  config_.model.tied_embedding = true;
+  config_.training.steps = 3;
+  config_.checkpoint.save_last = true;
+  const TrainingJob::Outcome want = whole();
+  int saved = 0;
+  for (const Mode& m : {Mode{"ddp", 4, 0}, {"zero1", 4, 0}, {"zero2", 4, 0}, {"zero3", 4, 0}, {"zero3", 4, 2}}) {
+    SCOPED_TRACE(name_of(m));
+    const std::string dir = dir_.path() + "/tied-" + std::to_string(++saved);
+    TrainingJob job(sharded(m), m.world_size);
+    job.save_checkpoints(dir);
+    const TrainingJob::Outcome got = job.run();
+    ASSERT_TRUE(got.status.ok()) << got.status.to_string();
+    EXPECT_EQ(got.sha256(), want.sha256());
+    EXPECT_EQ(got.column("grad_norm"), want.column("grad_norm"));
+    const auto manifest = nlohmann::json::parse(FileSystem::posix().read_file(dir + "/step-3/manifest.json").value());
+    std::vector<std::string> tables;
+    for (const nlohmann::json& tensor : manifest["tensors"]) {
+      const std::string name = tensor["name"];
+      if (name.find("embed") != std::string::npos || name.find("head") != std::string::npos) tables.push_back(name);
+    }
+    EXPECT_THAT(tables, testing::ElementsAre("model.embed_tokens.weight"));
+    // A shard holds its range of weights, first and second moments: of all ranks together, each element once.
+    EXPECT_EQ(manifest["total_length"], runtime::ParamTable::build(config_.model).total_length());
+  }
+}
+
 TEST_F(ShardedTrainerTest, ALostShardComesBackFromSnapshotsInMemory) {
   const std::string want = whole().sha256();
   for (const char* point :

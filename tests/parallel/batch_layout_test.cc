@@ -2,13 +2,22 @@
 
 #include <gmock/gmock.h>
 
+#include <limits>
+
+#include "parallel/divisors.h"
+
 namespace kintsugi::parallel {
 namespace {
 
 using testing::AllOf;
 using testing::HasSubstr;
 
-ParallelConfig fixed(int64_t shards) { return {.mode = "ddp", .reduce_order = "fixed", .virtual_shards = shards}; }
+ParallelConfig fixed(int64_t shards) {
+  ParallelConfig config;
+  config.reduce_order = "fixed";
+  config.virtual_shards = shards;
+  return config;
+}
 
 TEST(BatchLayoutTest, FastOrderGivesEachRankItsShareInMicroBatches) {
   const BatchLayout layout = plan_batch(24, 4, ParallelConfig(), 1, 2).value();
@@ -74,6 +83,27 @@ TEST(BatchLayoutTest, ShardedModesShareTheBatchInFastOrderAsOthersDo) {
   EXPECT_EQ(layout.first_sample_of(2), 20);
   EXPECT_EQ(layout.num_micro_steps, 3);
   EXPECT_EQ(layout.num_busy_micro_steps, 3);
+}
+
+TEST(BatchLayoutTest, DivisorsAreAllAndAscend) {
+  for (int64_t n = 1; n <= 400; ++n) {
+    std::vector<int64_t> want;
+    for (int64_t d = 1; d <= n; ++d) {
+      if (n % d == 0) want.push_back(d);
+    }
+    EXPECT_EQ(divisors(n), want) << n;
+  }
+}
+
+TEST(BatchLayoutTest, NumbersThatNobodyCanMeanAreRefusedAtOnce) {
+  for (const int64_t n : {int64_t{-1}, (int64_t{1} << 30) + 1, std::numeric_limits<int64_t>::max()}) {
+    EXPECT_THAT(plan_batch(n, 0, ParallelConfig(), 0, 3).status().message(),
+                AllOf(HasSubstr("training.global_batch_size"), HasSubstr("1 .. 1073741824")));
+    EXPECT_THAT(plan_batch(24, n, ParallelConfig(), 0, 3).status().message(),
+                AllOf(HasSubstr("training.micro_batch_size"), HasSubstr("1 .. 1073741824")));
+  }
+  EXPECT_THAT(plan_batch(int64_t{1} << 30, 0, ParallelConfig(), 0, 3).status().message(),
+              HasSubstr("1073741823 or 1073741826"));
 }
 
 TEST(BatchLayoutTest, RanksThatDoNotDivideTheBatchAreRefusedAndWhatWouldFitIsSaid) {

@@ -65,6 +65,37 @@ TEST(ConfigTableTest, WrongTypeSaysWhatIsWanted) {
   EXPECT_FALSE(t.set("nonsense").ok());
 }
 
+TEST(ConfigTableTest, ABareWordOfASetIsTakenAsAStringAndWhatIsWantedIsSaid) {
+  Settings s;
+  ConfigTable t = bind(s);
+  EXPECT_THAT(t.set("training.steps=abc").message(),
+              AllOf(HasSubstr("training.steps"), HasSubstr("abc"), HasSubstr("must be an integer")));
+  EXPECT_THAT(t.set("training.steps=").message(), HasSubstr("must be an integer"));
+  EXPECT_THAT(t.set("training.steps=5 6").message(), HasSubstr("must be an integer"));
+  EXPECT_THAT(t.set("optimizer.lr=fast").message(), HasSubstr("must be a number"));
+  EXPECT_THAT(t.set("comm.overlap=yes").message(), HasSubstr("must be true or false"));
+  EXPECT_THAT(t.set("fault.kill=3@40").message(), HasSubstr("must be an array of tables with keys rank, step, point"));
+  EXPECT_THAT(t.set("fault.kill=[{rank=3").message(), HasSubstr("must be an array of tables"));
+  EXPECT_THAT(t.set("data.train=[a.txt").message(), HasSubstr("must be an array of strings"));
+  ASSERT_TRUE(t.set("data.train=a b.txt").ok());
+  EXPECT_THAT(s.files, testing::ElementsAre("a b.txt"));
+}
+
+TEST(ConfigTableTest, WhatIsRefusedChangesNothing) {
+  Settings s;
+  ConfigTable t = bind(s);
+  ASSERT_TRUE(t.set("data.train=[\"a\", \"b\"]").ok());
+  ASSERT_TRUE(t.set("fault.kill=[{rank=1,step=2}]").ok());
+  const std::string before = t.to_toml();
+  EXPECT_FALSE(t.set("parallelism.mode=zero9").ok());
+  EXPECT_FALSE(t.set("data.train=[1, 2]").ok());
+  EXPECT_FALSE(t.set("fault.kill=[{rank=3,step=4},{rnk=3}]").ok());
+  EXPECT_FALSE(t.load_text("training.steps = 5\noptimizer.lr = 1.0\ncomm.overlap = 3\n", "run.toml").ok());
+  EXPECT_EQ(t.to_toml(), before);
+  EXPECT_FALSE(t.was_set("parallelism.mode"));
+  EXPECT_FALSE(t.was_set("training.steps"));
+}
+
 TEST(ConfigTableTest, RowsParseAndRefuseUnknownKeys) {
   Settings s;
   ConfigTable t = bind(s);
