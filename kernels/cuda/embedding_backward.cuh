@@ -271,9 +271,9 @@ __device__ inline void sum_listed_rows(const EmbeddingSum<T>& a, const TokenList
 struct ShortList {
   int32_t count, token, place;
 
-  __device__ ShortList(const TokenLists& l, int64_t row, int32_t count_, int32_t lane)
-      : count(count_), token(INT32_MAX), place(0) {
-    if (lane < count) token = l.tokens[l.begins[row] + lane];
+  // `token`: this lane's, read before.
+  __device__ ShortList(int32_t count_, int32_t token_, int32_t lane)
+      : count(count_), token(lane < count_ ? token_ : INT32_MAX), place(0) {
     for (int32_t j = 0; j < count; ++j) place += __shfl_sync(0xffffffffu, token, j) < token ? 1 : 0;
   }
   // The i-th smallest token, in every lane.
@@ -294,10 +294,9 @@ __device__ inline void load_few(float (&x)[kVec], const T* p) {
 
 // kVec here: 4 or 1 neighbouring columns a lane.
 template <class T, int kVec>
-__device__ inline void sum_short_row(const EmbeddingSum<T>& a, const TokenLists& l, int64_t row, int32_t count,
-                                     int32_t lane) {
+__device__ inline void sum_short_row(const EmbeddingSum<T>& a, const ShortList& list, int64_t row, int32_t lane) {
   constexpr int kPacks = 4;
-  const ShortList list(l, row, count, lane);
+  const int32_t count = list.count;
   float* out = a.dtable + row * a.C;
   for (int32_t first = lane * kVec; first < a.C + lane * kVec; first += 32 * kVec * kPacks) {
     float sums[kPacks][kVec] = {};
@@ -341,13 +340,20 @@ __global__ void __launch_bounds__(kSumThreads) sum_tokens_kernel(EmbeddingSum<T>
   }
   const int32_t lane = static_cast<int32_t>(threadIdx.x) & 31;
   const int64_t first = (int64_t{blockIdx.x - kListBlocks} * (kSumThreads / 32) + threadIdx.x / 32) * kRowsOfWarp;
-  int32_t counts[kRowsOfWarp];
+  // Three reads wait for each other, for all rows at once.
+  int32_t counts[kRowsOfWarp], begins[kRowsOfWarp], tokens[kRowsOfWarp];
 #pragma unroll
   for (int r = 0; r < kRowsOfWarp; ++r) counts[r] = first + r < l.rows ? l.counts[first + r] : INT32_MAX;
 #pragma unroll
+  for (int r = 0; r < kRowsOfWarp; ++r) begins[r] = first + r < l.rows ? l.begins[first + r] : 0;
+#pragma unroll
+  for (int r = 0; r < kRowsOfWarp; ++r) {
+    tokens[r] = counts[r] <= kShortTokens && lane < counts[r] ? l.tokens[begins[r] + lane] : INT32_MAX;
+  }
+#pragma unroll
   for (int r = 0; r < kRowsOfWarp; ++r) {
     if (counts[r] > kShortTokens || (counts[r] == 0 && a.accumulate)) continue;
-    sum_short_row<T, kVectors ? 4 : 1>(a, l, first + r, counts[r], lane);
+    sum_short_row<T, kVectors ? 4 : 1>(a, ShortList(counts[r], tokens[r], lane), first + r, lane);
   }
 }
 
