@@ -1,14 +1,19 @@
 #include "launch/memory_plan.h"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <charconv>
+#include <optional>
 
 #include "comm/nccl/nccl_environment.h"
+#include "launch/nearest_fit.h"
 #include "launch/token_arrays.h"
 #include "parallel/data_parallel.h"
 #include "parallel/fully_sharded.h"
 #include "parallel/state_memory.h"
+#include "runtime/base/file_system.h"
 #include "runtime/cuda/cuda_backend.h"
 #include "runtime/model/transformer.h"
 
@@ -76,12 +81,15 @@ StepTokens step_tokens(const RunConfig& config, int world_size) {
 
 }  // namespace
 
-MemoryPlan plan_memory(const RunConfig& config, int world_size, const runtime::Backend* backend) {
+namespace {
+
+// `device`: where state and step lie on a GPU; its kernels null where nobody knows them here, and what follows from
+// them is left out.
+MemoryPlan make_plan(const RunConfig& config, int world_size, const std::optional<PlanDevice>& device) {
   using Place = MemoryPlan::Place;
   const runtime::ParamTable table = runtime::ParamTable::build(config.model);
   const int64_t length = table.total_length();
-  const bool device = backend != nullptr ? backend->asynchronous() : config.on_cuda();
-  const bool whole = !device || backend != nullptr;
+  const bool whole = !device || device->kernels != nullptr;
   MemoryPlan plan;
   plan.num_parameters = table.num_parameters();
   plan.padding_elements = length - table.num_parameters();
@@ -112,7 +120,7 @@ MemoryPlan plan_memory(const RunConfig& config, int world_size, const runtime::B
   if (whole) {
     const int64_t activations =
         runtime::Transformer::activation_bytes(config.model, config.transformer_options(tokens.micro_step),
-                                               backend != nullptr ? backend->kernels() : kernels::cpu::kernels());
+                                               device ? *device->kernels : kernels::cpu::kernels());
     plan.items.push_back({"activations", activations, mine});
     plan.items.push_back({"batch", batch_bytes, mine});
   }
@@ -128,9 +136,8 @@ MemoryPlan plan_memory(const RunConfig& config, int world_size, const runtime::B
                                                              .num_micro_steps = tokens.num_micro_steps})
               : parallel::DataParallel::device_bytes(table, config.moments(), tokens.num_micro_steps);
       plan.items.push_back({"update", scalars, mine});
-      plan.items.push_back({"libraries", backend->library_bytes(), mine});
-      const comm::NcclPlace place{
-          .rank = 0, .ranks_on_host = world_size, .gpus_on_host = runtime::count_cuda_devices().count};
+      plan.items.push_back({"libraries", device->library_bytes, mine});
+      const comm::NcclPlace place{.rank = 0, .ranks_on_host = world_size, .gpus_on_host = device->gpus_on_host};
       if (world_size > 1) {
         const int64_t each = comm::nccl_device_bytes(config.comm, place);
         plan.items.push_back({"NCCL", num_channels(config, world_size) * each, mine});
@@ -145,32 +152,55 @@ MemoryPlan plan_memory(const RunConfig& config, int world_size, const runtime::B
   return plan;
 }
 
+}  // namespace
+
+MemoryPlan plan_memory(const RunConfig& config, int world_size, const runtime::Backend* backend) {
+  if (backend == nullptr) {
+    return make_plan(config, world_size, config.on_cuda() ? std::optional(PlanDevice()) : std::nullopt);
+  }
+  if (!backend->asynchronous()) return make_plan(config, world_size, std::nullopt);
+  return plan_memory(config, world_size,
+                     PlanDevice{.kernels = &backend->kernels(),
+                                .library_bytes = backend->library_bytes(),
+                                .gpus_on_host = runtime::count_cuda_devices().count});
+}
+
+MemoryPlan plan_memory(const RunConfig& config, int world_size, const PlanDevice& device) {
+  return make_plan(config, world_size, device);
+}
+
+int64_t host_bytes_of_job(const RunConfig& config, int world_size) {
+  const MemoryPlan plan = plan_memory(config, world_size);
+  return world_size * (plan.heap_bytes() + (1 + config.recovery.spares) * plan.private_bytes());
+}
+
+int64_t host_memory_bytes() {
+  int64_t bytes = static_cast<int64_t>(::sysconf(_SC_PHYS_PAGES)) * ::sysconf(_SC_PAGE_SIZE);
+  if (const Result<std::string> limit = FileSystem::posix().read_file("/sys/fs/cgroup/memory.max"); limit.ok()) {
+    int64_t value = 0;
+    if (std::from_chars(limit->data(), limit->data() + limit->size(), value).ec == std::errc() && value > 0) {
+      bytes = std::min(bytes, value);
+    }
+  }
+  return bytes;
+}
+
 Status check_device_memory(const RunConfig& config, int world_size, const runtime::Backend& backend,
                            int64_t taken_bytes) {
   KTG_ASSIGN_OR_RETURN(const runtime::DeviceMemory memory, backend.memory());
   const auto needs = [&](const RunConfig& c) {
     return plan_memory(c, world_size, &backend).device_bytes() - taken_bytes;
   };
-  if (needs(config) <= memory.available_bytes) return ok_status();
-  const int64_t share = config.training.global_batch_size / world_size;
-  const int64_t size_now = config.training.micro_batch_size == 0 ? share : config.training.micro_batch_size;
-  const auto cure = [&]() -> std::string {
-    RunConfig c = config;
-    for (const char* recompute : {"none", "norms_and_activations", "attention", "block"}) {
-      c.training.recompute = recompute;
-      for (int64_t size = std::min(share, size_now); size >= 1; --size) {
-        if (share % size != 0) continue;  // no layout, and its message costs more than this look
-        c.training.micro_batch_size = size;
-        if (!c.batch_layout(0, world_size).ok() || needs(c) > memory.available_bytes) continue;
-        return fmt::format("training.micro_batch_size = {} with training.recompute = \"{}\" would fit", size,
-                           recompute);
-      }
-    }
-    return "no training.micro_batch_size fits, not even with training.recompute = \"block\"";
+  const int64_t needed = needs(config);
+  if (needed <= memory.available_bytes) return ok_status();
+  const int64_t host_bytes = host_memory_bytes();
+  const auto fits = [&](const RunConfig& c) {
+    return needs(c) <= memory.available_bytes && host_bytes_of_job(c, world_size) <= host_bytes;
   };
-  return resource_exhausted(fmt::format("the step needs {} of GPU memory, {} of {} are free: {}",
-                                        mebibytes(needs(config)), mebibytes(memory.available_bytes),
-                                        mebibytes(memory.total_bytes), cure()));
+  return resource_exhausted(fmt::format("the step needs {} of GPU memory, {} of {} are free: {} too much; {}",
+                                        mebibytes(needed), mebibytes(memory.available_bytes),
+                                        mebibytes(memory.total_bytes), mebibytes(needed - memory.available_bytes),
+                                        nearest_fit(config, world_size, fits)));
 }
 
 Result<std::vector<void*>> allocate_snapshot_slots(comm::SymmetricHeap& heap, const MemoryPlan& plan) {

@@ -50,8 +50,21 @@ struct MemoryPlan {
 // from the backend; without one (an agent has none) the items of Place::kDevice are left out.
 MemoryPlan plan_memory(const RunConfig& config, int world_size, const runtime::Backend* backend = nullptr);
 
+// A GPU that need not be here: a plan for config.device = "cuda".
+struct PlanDevice {
+  const kernels::KernelTable* kernels = nullptr;  // asked for sizes alone
+  int64_t library_bytes = 0;
+  int gpus_on_host = 1;
+};
+MemoryPlan plan_memory(const RunConfig& config, int world_size, const PlanDevice& device);
+
+// Of all ranks on one host: each rank's segment, and what its worker and each of its spares take for themselves.
+int64_t host_bytes_of_job(const RunConfig& config, int world_size);
+// Memory of this host that its processes may use: the machine's, or the limit of this process's control group.
+int64_t host_memory_bytes();
+
 // On a GPU, before more than `taken_bytes` of the plan is taken: kResourceExhausted says what the plan needs, what is
-// free, and the nearest setting of training.micro_batch_size and training.recompute that would fit.
+// free, by how much that is too little, and which settings would fit (nearest_fit.h), the host's memory included.
 Status check_device_memory(const RunConfig& config, int world_size, const runtime::Backend& backend,
                            int64_t taken_bytes);
 

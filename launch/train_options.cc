@@ -69,7 +69,8 @@ CommandLineOutcome parse_command_line(int argc, const char* const* argv, TrainOp
       ->type_name("steps=RANGES");
   app.add_flag("--plan", options->plan, "print what the run and the other modes would need, and start nothing");
   PlanRequest& plan = options->plan_request;
-  app.add_option("--gpu-memory", plan.gpu_gib, "with --plan: GiB of each rank's GPU, here or not; 0: CPU ranks");
+  app.add_option("--gpu-memory", plan.gpu_gib,
+                 "with --plan: GiB of each rank's GPU, here or not; 0: an H200's if device is cuda");
   app.add_option("--host-memory", plan.host_gib, "with --plan: GiB of the host; 0: this one's");
   app.add_option("--rank-tflops", plan.tflops, "with --plan: TFLOP/s of a rank, for the predicted step time");
   app.add_option("--rank-bandwidth", plan.link_gb_s, "with --plan: GB/s that a rank sends");

@@ -25,9 +25,7 @@ struct Libraries {
   std::string cudnn_error;
 };
 
-size_t block_bytes(const LibraryOptions& options) {
-  return static_cast<size_t>(options.workspace_bytes + kBiasScratchBytes);
-}
+size_t block_bytes(const LibraryOptions& options) { return static_cast<size_t>(library_block_bytes(options)); }
 
 Libraries& libraries() {
   static Libraries& instance = *new Libraries;
@@ -67,6 +65,8 @@ void release_library_stream(StreamHandle stream) {
     if (block.taken && block.stream == stream) block.taken = false;
   }
 }
+
+int64_t library_block_bytes(const LibraryOptions& options) { return options.workspace_bytes + kBiasScratchBytes; }
 
 int64_t library_scratch_bytes() {
   Libraries& l = libraries();

@@ -35,6 +35,9 @@ void release_library_stream(StreamHandle stream);
 // Device memory that the streams' scratch holds, for the printed memory plan: workspace_bytes and 1 MiB a block.
 int64_t library_scratch_bytes();
 
+// Of one stream's block.
+int64_t library_block_bytes(const LibraryOptions& options);
+
 // "cuBLASLt 13.1.0".
 const char* cublaslt_version();
 

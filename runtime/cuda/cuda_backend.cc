@@ -354,6 +354,11 @@ class CudaBackend final : public Backend {
 
 bool built_with_cuda() { return true; }
 
+CudaSizes cuda_sizes() {
+  return {.kernels = &kernels::cuda::kernels(),
+          .library_bytes = kernels::cuda::library_block_bytes(kernels::cuda::LibraryOptions())};
+}
+
 CudaDevices count_cuda_devices() {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);

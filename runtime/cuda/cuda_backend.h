@@ -28,6 +28,14 @@ CudaDevices count_cuda_devices();
 // Whether this program can use a GPU at all. Touches nothing.
 bool built_with_cuda();
 
+// For plans of GPUs that need not be here: kernels that are asked for sizes alone, and what the kernels' libraries hold
+// for a stream. Null in a build without CUDA.
+struct CudaSizes {
+  const kernels::KernelTable* kernels = nullptr;
+  int64_t library_bytes = 0;
+};
+CudaSizes cuda_sizes();
+
 // kFailedPrecondition: no such device, or one older than compute capability 9.0 (both numbers named).
 Result<std::unique_ptr<Backend>> create_cuda_backend(const CudaBackendOptions& options);
 

@@ -12,6 +12,8 @@ bool built_with_cuda() { return false; }
 
 CudaDevices count_cuda_devices() { return {.count = 0, .why_none = kWhy}; }
 
+CudaSizes cuda_sizes() { return {}; }
+
 Result<std::unique_ptr<Backend>> create_cuda_backend(const CudaBackendOptions&) { return failed_precondition(kWhy); }
 
 }  // namespace kintsugi::runtime

@@ -1,0 +1,158 @@
+// What a run needs, on machines that are not here; and what is said of one that does not fit.
+#include <gmock/gmock.h>
+
+#include "launch/memory_plan.h"
+#include "launch/nearest_fit.h"
+#include "launch/plan_report.h"
+#include "launch/step_estimate.h"
+
+namespace kintsugi::launch {
+namespace {
+
+using testing::HasSubstr;
+using testing::Not;
+
+RunConfig llama(int64_t layers, int64_t dim, int64_t heads, int64_t kv_heads, int64_t ffn_dim, int64_t vocabulary) {
+  RunConfig c;
+  c.device = "cuda";
+  c.data.train = {"tokens.bin"};
+  c.model.num_layers = layers;
+  c.model.dim = dim;
+  c.model.num_heads = heads;
+  c.model.num_kv_heads = kv_heads;
+  c.model.ffn_dim = ffn_dim;
+  c.model.vocab_size = vocabulary;
+  c.training.dtype = "bf16";
+  c.recovery.spares = 0;
+  return c;
+}
+
+RunConfig with_batch(RunConfig c, int64_t seq_len, int64_t batch) {
+  c.model.max_seq_len = c.training.seq_len = seq_len;
+  c.training.global_batch_size = batch;
+  return c;
+}
+
+RunConfig llama_8b() {
+  RunConfig c = with_batch(llama(32, 4096, 32, 8, 14336, 128256), 8192, 4);
+  c.training.micro_batch_size = 1;
+  return c;
+}
+
+// Steps of one H200 in experiments/train_speed/results.
+TEST(StepEstimateTest, ComesWithinATwentiethOfWhatWasMeasured) {
+  const struct {
+    const char* name;
+    RunConfig config;
+    double measured_s;
+  } shapes[] = {{"124M", with_batch(llama(12, 768, 12, 12, 2048, 50304), 1024, 64), 0.1057},
+                {"1B", with_batch(llama(16, 2048, 32, 8, 8192, 128256), 4096, 4), 0.2479},
+                {"XL", with_batch(llama(48, 1600, 25, 25, 4352, 50304), 1024, 16), 0.3137},
+                {"8B slice", with_batch(llama(8, 4096, 32, 8, 14336, 128256), 8192, 1), 0.2246}};
+  for (const auto& [name, config, measured_s] : shapes) {
+    const int64_t tokens = config.training.global_batch_size * config.training.seq_len;
+    const int64_t updated = runtime::ParamTable::build(config.model).total_length();
+    EXPECT_NEAR(estimate_step_s(config, tokens, updated, h200_rates()), measured_s, measured_s / 20) << name;
+  }
+}
+
+TEST(StepEstimateTest, RecomputationCostsTimeAndSmallerMomentsSaveSome) {
+  RunConfig c = llama_8b();
+  const auto seconds = [&] { return estimate_step_s(c, 32768, 8'000'000'000, h200_rates()); };
+  double before = seconds();
+  for (const char* recompute : {"norms_and_activations", "attention", "block"}) {
+    c.training.recompute = recompute;
+    EXPECT_GT(seconds(), before) << recompute;
+    before = seconds();
+  }
+  c.optimizer.moments_dtype = "bf16";
+  EXPECT_LT(seconds(), before);
+  before = seconds();
+  c.optimizer.offload = true;
+  EXPECT_GT(seconds(), before);
+}
+
+TEST(PlanReportTest, SaysWithWhichSettingsLlama8BFitsOnOneGpu) {
+  const Result<std::string> report = report_plan(llama_8b(), {.world_size = 1, .gpu_gib = 139.8, .host_gib = 128});
+  ASSERT_TRUE(report.ok()) << report.status().to_string();
+  EXPECT_THAT(*report, HasSubstr("GiB of GPU memory too much"));
+  EXPECT_THAT(*report, HasSubstr("bf16 moments, offloaded"));
+  EXPECT_THAT(*report, HasSubstr("would fit"));
+  EXPECT_THAT(*report, HasSubstr("one H200"));  // where the rates come from
+  RunConfig fits = llama_8b();
+  fits.optimizer.moments_dtype = "bf16";
+  fits.training.recompute = "block";
+  const Result<std::string> second = report_plan(fits, {.world_size = 1, .gpu_gib = 139.8, .host_gib = 128});
+  ASSERT_TRUE(second.ok()) << second.status().to_string();
+  EXPECT_THAT(*second, Not(HasSubstr("would fit")));
+}
+
+TEST(PlanReportTest, OffloadedMomentsAreTheHosts) {
+  RunConfig c = llama_8b();
+  const PlanDevice device{.kernels = &kernels::cpu::kernels()};
+  const MemoryPlan here = plan_memory(c, 1, device);
+  c.optimizer.offload = true;
+  const MemoryPlan there = plan_memory(c, 1, device);
+  const int64_t moments = 8 * runtime::ParamTable::build(c.model).total_length();
+  EXPECT_EQ(there.private_bytes() - here.private_bytes(), moments);
+  // But for what is on its way.
+  EXPECT_NEAR(static_cast<double>(here.device_bytes() - there.device_bytes()), static_cast<double>(moments), 256 << 20);
+  EXPECT_GT(there.device_bytes(), here.device_bytes() - moments);
+  EXPECT_EQ(host_bytes_of_job(c, 1), there.total_bytes());
+  c.device = "cpu";
+  EXPECT_THAT(c.validate(1).message(), HasSubstr("optimizer.offload"));
+}
+
+TEST(NearestFitTest, ChangesAsLittleAsIsEnough) {
+  const RunConfig c = with_batch(llama(2, 128, 2, 2, 256, 512), 64, 8);
+  const auto nearest = [&](const std::function<bool(const RunConfig&)>& fits) { return nearest_fit(c, 4, fits); };
+  EXPECT_EQ(nearest([](const RunConfig& r) { return r.training.recompute == "attention"; }),
+            "training.recompute = \"attention\" would fit");
+  EXPECT_EQ(nearest([](const RunConfig& r) { return r.parallelism.mode == "zero2"; }),
+            "parallelism.mode = \"zero2\" would fit");
+  EXPECT_EQ(nearest([](const RunConfig& r) { return r.optimizer.offload && r.training.micro_batch_size == 1; }),
+            "training.micro_batch_size = 1 with optimizer.offload = true would fit");
+  EXPECT_THAT(nearest([](const RunConfig&) { return false; }), HasSubstr("no mode"));
+}
+
+// A GPU with so much memory, whose kernels need what the CPU's do.
+class SmallGpu final : public runtime::Backend {
+ public:
+  explicit SmallGpu(int64_t bytes) : bytes_(bytes) {}
+  runtime::DeviceKind kind() const override { return runtime::DeviceKind::kCuda; }
+  std::string description() const override { return "small"; }
+  const kernels::KernelTable& kernels() const override { return kernels::cpu::kernels(); }
+  bool asynchronous() const override { return true; }
+  Result<runtime::Buffer> allocate(int64_t, std::string_view) override { return internal_error("only asked"); }
+  using Backend::create_stream;
+  Result<std::unique_ptr<runtime::Stream>> create_stream(runtime::StreamPriority) override {
+    return internal_error("only asked");
+  }
+  Status copy(void*, const void*, int64_t, runtime::Stream&) override { return internal_error("only asked"); }
+  Status zero(void*, int64_t, runtime::Stream&) override { return internal_error("only asked"); }
+  Result<runtime::DeviceMemory> memory() const override { return runtime::DeviceMemory{2 * bytes_, bytes_}; }
+
+ private:
+  int64_t bytes_;
+};
+
+TEST(DeviceMemoryTest, ARunThatDoesNotFitIsRefusedAndWhatWouldFitIsNamed) {
+  const RunConfig c = with_batch(llama(4, 512, 8, 8, 1024, 8192), 128, 4);
+  const int64_t needed = plan_memory(c, 1, PlanDevice{.kernels = &kernels::cpu::kernels()}).device_bytes();
+  EXPECT_TRUE(check_device_memory(c, 1, SmallGpu(needed), 0).ok());
+  EXPECT_TRUE(check_device_memory(c, 1, SmallGpu(needed / 2), needed / 2 + 1).ok()) << "half of it is taken already";
+  const Status status = check_device_memory(c, 1, SmallGpu(needed - (3 << 20)), 0);
+  EXPECT_EQ(status.code(), StatusCode::kResourceExhausted);
+  EXPECT_THAT(status.message(), HasSubstr("3.00 MiB too much"));
+  EXPECT_THAT(status.message(), HasSubstr("would fit"));
+  // Among ranks a mode that shards is asked before the moments' type.
+  RunConfig on_four = with_batch(llama(8, 1024, 16, 16, 4096, 8192), 128, 4);
+  on_four.training.recompute = "block";
+  const SmallGpu any(0);
+  const int64_t whole = plan_memory(on_four, 4, &any).device_bytes();
+  EXPECT_THAT(check_device_memory(on_four, 4, SmallGpu(whole * 3 / 4), 0).message(),
+              HasSubstr("parallelism.mode = \"zero"));
+}
+
+}  // namespace
+}  // namespace kintsugi::launch
