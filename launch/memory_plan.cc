@@ -4,16 +4,17 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <charconv>
 #include <optional>
+#include <thread>
 
+#include "comm/host/memory_limit.h"
 #include "comm/nccl/nccl_environment.h"
+#include "kernels/cpu/scratch.h"
 #include "launch/nearest_fit.h"
 #include "launch/token_arrays.h"
 #include "parallel/data_parallel.h"
 #include "parallel/fully_sharded.h"
 #include "parallel/state_memory.h"
-#include "runtime/base/file_system.h"
 #include "runtime/cuda/cuda_backend.h"
 #include "runtime/model/transformer.h"
 
@@ -79,6 +80,17 @@ StepTokens step_tokens(const RunConfig& config, int world_size) {
   return tokens;
 }
 
+// What the CPU's kernels hold for themselves: attention's packed operands, and for matrix products the code and the
+// scratch of oneDNN, with what the allocator keeps beside them (measured, nearly the same at every size of model).
+int64_t kernel_bytes(const RunConfig& config, int world_size) {
+  constexpr int64_t kProductBytes = int64_t{5} << 20;
+  const runtime::ModelConfig& m = config.model;
+  kernels::AttentionShape shape{};
+  shape.T = config.training.seq_len, shape.H = m.num_heads, shape.K = m.kv_heads(), shape.D = m.head_size();
+  const auto cpus = static_cast<int>(std::thread::hardware_concurrency());
+  return kernels::cpu::attention_scratch_bytes(shape, std::max(1, cpus / world_size)) + kProductBytes;
+}
+
 }  // namespace
 
 namespace {
@@ -123,6 +135,7 @@ MemoryPlan make_plan(const RunConfig& config, int world_size, const std::optiona
                                                device ? *device->kernels : kernels::cpu::kernels());
     plan.items.push_back({"activations", activations, mine});
     plan.items.push_back({"batch", batch_bytes, mine});
+    if (!device) plan.items.push_back({"kernels", kernel_bytes(config, world_size), mine});
   }
   if (device) {
     plan.items.push_back({"staged batches", 2 * batch_bytes, Place::kHost});
@@ -175,14 +188,9 @@ int64_t host_bytes_of_job(const RunConfig& config, int world_size) {
 }
 
 int64_t host_memory_bytes() {
-  int64_t bytes = static_cast<int64_t>(::sysconf(_SC_PHYS_PAGES)) * ::sysconf(_SC_PAGE_SIZE);
-  if (const Result<std::string> limit = FileSystem::posix().read_file("/sys/fs/cgroup/memory.max"); limit.ok()) {
-    int64_t value = 0;
-    if (std::from_chars(limit->data(), limit->data() + limit->size(), value).ec == std::errc() && value > 0) {
-      bytes = std::min(bytes, value);
-    }
-  }
-  return bytes;
+  const int64_t bytes = static_cast<int64_t>(::sysconf(_SC_PHYS_PAGES)) * ::sysconf(_SC_PAGE_SIZE);
+  const Result<comm::MemoryHeadroom> headroom = comm::memory_headroom("");
+  return headroom.ok() ? std::min(bytes, headroom->limit_bytes) : bytes;
 }
 
 Status check_device_memory(const RunConfig& config, int world_size, const runtime::Backend& backend,
