@@ -252,7 +252,8 @@ Result<WorkPtr> NcclCommunicator::broadcast(void* x, int64_t size_bytes, int roo
 
 Result<WorkPtr> NcclCommunicator::fetch(void* x, int64_t size_bytes, int source, bool receive, Stream& stream) {
   if (source < 0) return invalid_argument("fetch: there is no rank " + std::to_string(source));
-  KTG_RETURN_IF_ERROR(begin(record("fetch", size_bytes, source), {x}, stream));
+  if (size_bytes > 0) KTG_RETURN_IF_ERROR(core_->check_device_memory(x, "fetch", /*pinned=*/true));
+  KTG_RETURN_IF_ERROR(begin(record("fetch", size_bytes, source), {}, stream));
   return start_fetch(core_, x, size_bytes, source, receive, stream);
 }
 
@@ -415,13 +416,15 @@ Result<bool> NcclCore::reached(cudaEvent_t event) {
   return handle->fail(cuda_status(state, "cudaEventQuery"));
 }
 
-Status NcclCore::check_device_memory(const void* p, const char* what) const {
+Status NcclCore::check_device_memory(const void* p, const char* what, bool pinned) const {
   cudaPointerAttributes attributes{};
   const cudaError_t error = cudaPointerGetAttributes(&attributes, p);
   if (error != cudaSuccess) (void)cudaGetLastError();
   const bool device =
       error == cudaSuccess && (attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged);
-  if (device) return ok_status();
+  const bool mapped =
+      error == cudaSuccess && attributes.type == cudaMemoryTypeHost && attributes.devicePointer != nullptr;
+  if (device || (pinned && mapped)) return ok_status();
   return invalid_argument(std::string(what) +
                           ": the memory is the host's, and NCCL's communicator serves the device's alone (the control "
                           "communicator is for the host's)");

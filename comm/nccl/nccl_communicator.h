@@ -9,7 +9,8 @@
 //                in Work::wait. Where x lies in the device heap at the source's offset, and the source is on this host,
 //                receivers copy it out of the source's memory (CUDA IPC), and NCCL is not needed; else NCCL sends it
 //
-// Memory is the device's; host pointers are refused (kInvalidArgument): the control communicator serves those.
+// Memory is the device's; host pointers are refused (kInvalidArgument): the control communicator serves those. But for
+// fetch, which also moves pinned memory of the host (moments that are kept there), through NCCL.
 //
 // The control communicator is that of the same ranks and generation over host memory. It brings rank 0's NCCL id and
 // every rank's memory handle to all ranks (there the segments are mapped already, its calls have deadlines and stop

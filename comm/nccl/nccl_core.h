@@ -56,7 +56,8 @@ struct NcclCore {
   // Whether the device has come to `event`; never true for what an abort ended.
   Result<bool> reached(cudaEvent_t event);
   // kInvalidArgument when `p` is memory of the host.
-  Status check_device_memory(const void* p, const char* what) const;
+  // pinned: memory of the host that kernels can read will do, too.
+  Status check_device_memory(const void* p, const char* what, bool pinned = false) const;
 };
 
 inline cudaStream_t native(const Stream& stream) { return static_cast<cudaStream_t>(stream.handle()); }

@@ -138,6 +138,29 @@ TEST(NcclErrorsTest, MemoryOfTheHostIsRefusedAndTheCommunicatorGoesOn) {
   world.join(std::chrono::seconds(40));
 }
 
+// Moments that are kept on the host come from a peer's host.
+TEST(NcclErrorsTest, AFetchReadsPinnedMemoryOfTheHost) {
+  GpuWorld world(2, kCaseHeapBytes);
+  world.start_all([&](GpuRank& rank) {
+    ASSERT_TRUE(rank.enter(1, {}).ok());
+    Seat seat = rank.seat();
+    constexpr int64_t kCount = 300'001;
+    auto memory = rank.backend().allocate_host(kCount * 4, "moments");
+    ASSERT_TRUE(memory.ok()) << memory.status().to_string();
+    auto* x = memory->as<float>();
+    for (int64_t i = 0; i < kCount; ++i) x[i] = static_cast<float>(rank.rank() == 1 ? i : -1);
+    EXPECT_OK(run_to_end(rank.comm().fetch(x, kCount * 4, 1, rank.rank() == 0, rank.stream()), seat));
+    EXPECT_OK(rank.stream().synchronize(soon()));
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < kCount; ++i) wrong += x[i] != static_cast<float>(i);
+    EXPECT_EQ(wrong, 0) << "rank " << rank.rank();
+    std::vector<float> host(16);
+    EXPECT_EQ(rank.comm().fetch(host.data(), 64, 1, false, rank.stream()).status().code(),
+              StatusCode::kInvalidArgument);
+  });
+  world.join(std::chrono::seconds(40));
+}
+
 TEST(NcclErrorsTest, ACallThatDiffersFromAPeersIsNamedWhenCallsAreChecked) {
   GpuWorld world(2, kCaseHeapBytes);
   world.start_all([&](GpuRank& rank) {
