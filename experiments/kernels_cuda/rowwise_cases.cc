@@ -173,24 +173,33 @@ void add_embedding(std::vector<Case>& cases, int64_t N, int64_t C, int64_t rows,
   }
 }
 
+// Bytes an element: weight and moments in and out, the gradient in, the bf16 copy out.
+void add_adamw(std::vector<Case>& cases, int64_t n, kernels::DType moments) {
+  const bool narrow = moments == kernels::DType::kBF16;
+  cases.push_back(
+      {narrow ? "adamw with bf16 copy and moments" : "adamw with bf16 copy", std::to_string(n >> 20) + " Mi",
+       as_bytes((narrow ? 22 : 30) * n), 0, [=](Pool& p) -> Launch {
+         float *w = f32(p, n), *m = f32(p, n), *v = f32(p, n), *grad = f32(p, n);
+         void* copy = bf16(p, n);
+         auto* scalars = p.take<kernels::AdamWScalars>(sizeof(kernels::AdamWScalars));
+         std::vector<int64_t> edges;
+         for (int64_t i = 1; i <= 200; ++i) edges.push_back(n / 256 * i + 17);
+         auto* d_edges = p.take<int64_t>(1600);
+         const kernels::AdamWScalars values{1e-9f, 0.9f, 0.95f, 1e-8f, 0.1f, 1, 1, 1, 0};
+         if (!p.exhausted()) {
+           cudaMemcpy(scalars, &values, sizeof values, cudaMemcpyHostToDevice);
+           cudaMemcpy(d_edges, edges.data(), 1600, cudaMemcpyHostToDevice);
+         }
+         return [=](cudaStream_t s) {
+           return table().optimizer->adamw(w, {m, v, moments}, copy, grad, n, scalars, d_edges, 200, kType, s);
+         };
+       }});
+}
+
 void add_flat(std::vector<Case>& cases, int64_t n) {
   const std::string shape = std::to_string(n >> 20) + " Mi";
-  cases.push_back({"adamw with bf16 copy", shape, as_bytes(30 * n), 0, [=](Pool& p) -> Launch {
-                     float *w = f32(p, n), *m = f32(p, n), *v = f32(p, n), *grad = f32(p, n);
-                     void* copy = bf16(p, n);
-                     auto* scalars = p.take<kernels::AdamWScalars>(sizeof(kernels::AdamWScalars));
-                     std::vector<int64_t> edges;
-                     for (int64_t i = 1; i <= 200; ++i) edges.push_back(n / 256 * i + 17);
-                     auto* d_edges = p.take<int64_t>(1600);
-                     const kernels::AdamWScalars values{1e-9f, 0.9f, 0.95f, 1e-8f, 0.1f, 1, 1, 1, 0};
-                     if (!p.exhausted()) {
-                       cudaMemcpy(scalars, &values, sizeof values, cudaMemcpyHostToDevice);
-                       cudaMemcpy(d_edges, edges.data(), 1600, cudaMemcpyHostToDevice);
-                     }
-                     return [=](cudaStream_t s) {
-                       return table().optimizer->adamw(w, {m, v}, copy, grad, n, scalars, d_edges, 200, kType, s);
-                     };
-                   }});
+  add_adamw(cases, n, kernels::DType::kF32);
+  add_adamw(cases, n, kernels::DType::kBF16);
   cases.push_back({"sum_squares", shape, as_bytes(4 * n), 0, [=](Pool& p) -> Launch {
                      float* x = f32(p, n);
                      auto* partials = p.take<double>(8 * (n / 65536));
