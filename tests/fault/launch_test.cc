@@ -221,6 +221,27 @@ std::string contents(const std::string& path) {
   return text.str();
 }
 
+TEST(ThreadsTest, ThreadsThatWaitSpinForAShortTimeUnlessTheUserSaysOtherwise) {
+  const auto spins_of_worker = [](const Variables& variables) -> std::string {
+    Workspace w;
+    TrainJob job(w, "out",
+                 {.world_size = 1,
+                  .start = Start::kAlone,
+                  .arguments = {"--set", "training.steps=100000"},
+                  .variables = variables});
+    EXPECT_TRUE(job.wait_for_step(1)) << job.output();
+    std::istringstream environ(contents("/proc/" + std::to_string(job.worker(0)) + "/environ"));
+    std::string spins = "not set";
+    for (std::string variable; std::getline(environ, variable, '\0');) {
+      if (variable.starts_with("GOMP_SPINCOUNT=")) spins = variable.substr(variable.find('=') + 1);
+    }
+    return spins;
+  };
+  EXPECT_EQ(spins_of_worker({}), "10000");
+  EXPECT_EQ(spins_of_worker({{"GOMP_SPINCOUNT", "7"}}), "7");
+  EXPECT_EQ(spins_of_worker({{"OMP_WAIT_POLICY", "active"}}), "not set");
+}
+
 const std::vector<std::string> kFiftySteps = {"--set", "training.schedule_steps=50", "--set", "training.steps=50"};
 
 // Case A11: paths that are long, odd, or relative, each with a killed rank and a resume from another folder.
