@@ -11,6 +11,8 @@ namespace {
 constexpr const char* kFormat = "kintsugi-checkpoint";
 // Version 1 gave each shard one range, as members "begin" and "count".
 constexpr int64_t kVersion = 2, kOldestVersion = 1;
+// Far above what any run counts to, far below where counting on overflows.
+constexpr int64_t kMostCounted = int64_t{1} << 53;
 
 // Calls visit(key, field) for every field. The structured binding names them all: a field added to ModelConfig
 // does not compile here until it is given a key, so none can be forgotten.
@@ -221,6 +223,10 @@ Result<Manifest> decode_manifest(const std::string& text) {
   KTG_RETURN_IF_ERROR(fields.finish());
   if (info.meta.step < 0 || info.meta.cursor < 0 || info.meta.world_size < 1 || info.total_length < 0) {
     return data_loss("manifest: negative step, cursor, world_size or total_length");
+  }
+  if (info.meta.step > kMostCounted || info.meta.cursor > kMostCounted) {
+    return data_loss("manifest: step " + std::to_string(info.meta.step) + ", cursor " +
+                     std::to_string(info.meta.cursor) + ": no run comes so far");
   }
   KTG_RETURN_IF_ERROR(history_from_json(history, info));
   KTG_RETURN_IF_ERROR(model_from_json(model, info.meta.model));

@@ -184,6 +184,12 @@ MemoryPlan plan_memory(const RunConfig& config, int world_size, const PlanDevice
 
 int64_t host_bytes_of_job(const RunConfig& config, int world_size) {
   const MemoryPlan plan = plan_memory(config, world_size);
+  // Many ranks and spares of a large model can be beyond every machine, and beyond what counts bytes.
+  const double estimate = static_cast<double>(world_size) * (static_cast<double>(plan.heap_bytes()) +
+                                                             (1.0 + static_cast<double>(config.recovery.spares)) *
+                                                                 static_cast<double>(plan.private_bytes()));
+  constexpr int64_t kBeyondAll = int64_t{1} << 62;
+  if (estimate > static_cast<double>(kBeyondAll)) return kBeyondAll;
   return world_size * (plan.heap_bytes() + (1 + config.recovery.spares) * plan.private_bytes());
 }
 

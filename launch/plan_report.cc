@@ -17,6 +17,7 @@ namespace kintsugi::launch {
 namespace {
 
 constexpr double kGiB = 1 << 30;
+constexpr int kMostRanks = 65536;  // far above any job
 constexpr const char* kModes[] = {"ddp", "zero1", "zero2", "zero3"};
 
 double gib(int64_t bytes) { return static_cast<double>(bytes) / kGiB; }
@@ -220,6 +221,9 @@ Status check_host_memory(const RunConfig& config, int world_size, int64_t host_b
 
 Result<std::string> report_plan(const RunConfig& config, const PlanRequest& request) {
   const int N = request.world_size;
+  if (N < 1 || N > kMostRanks) {
+    return invalid_argument(fmt::format("--world-size {}: must be from 1 to {}", N, kMostRanks));
+  }
   const Machine m = machine_of(config, request);
   RunConfig base = config;
   base.device = m.gpu ? "cuda" : "cpu";

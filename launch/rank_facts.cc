@@ -148,6 +148,7 @@ Result<RankFacts> find_rank_facts(const RankFlags& flags, const Environment& env
     f.job_key = env.text("PMIX_NAMESPACE");
     f.ends_with_a_process = "its launcher ends the others";
     KTG_ASSIGN_OR_RETURN(f.rank, env.number("PMIX_RANK"));
+    if (f.rank < 0) return invalid_argument(fmt::format("{}: rank {} is impossible", f.launcher_name, f.rank));
     f.world_size = 0;  // PMIx tells by MPI only
     return f;
   }

@@ -47,6 +47,9 @@ Status resolve_vocabulary(RunConfig& config) {
   return invalid_argument("model.vocab_size = 0: the data do not say how many ids there are; give the number");
 }
 
+// Far above what any rank holds of a micro-step, far below where bytes overflow.
+constexpr double kMaxActivations = 1e15;
+
 Status at_least(const char* key, int64_t value, int64_t least) {
   if (value >= least) return ok_status();
   return invalid_argument(fmt::format("{} = {}: must be at least {}", key, value, least));
@@ -212,7 +215,19 @@ Status RunConfig::validate(int world_size) const {
     KTG_RETURN_IF_ERROR(parallel::check_unit_names(runtime::ParamTable::build(model), parallelism));
   }
   KTG_ASSIGN_OR_RETURN([[maybe_unused]] const parallel::Mesh mesh, parallel::Mesh::of_run(parallelism, world_size));
-  KTG_ASSIGN_OR_RETURN([[maybe_unused]] const parallel::BatchLayout layout, batch_layout(0, world_size));
+  KTG_ASSIGN_OR_RETURN(const parallel::BatchLayout layout, batch_layout(0, world_size));
+  // In double, which cannot overflow: sizes that are allowed one by one can still multiply to nonsense.
+  const double widths =
+      static_cast<double>(model.vocab_size) +
+      static_cast<double>(model.num_layers) *
+          static_cast<double>(8 * model.dim + 4 * model.num_heads * model.head_size() + 4 * model.ffn_dim);
+  const double activations = static_cast<double>(layout.micro_batch) * static_cast<double>(training.seq_len) * widths;
+  if (activations > kMaxActivations) {
+    return invalid_argument(fmt::format(
+        "training.global_batch_size = {}, training.seq_len = {}: about {:.3g} activations in a micro-step of "
+        "{} sequences, at most {:.3g}",
+        training.global_batch_size, training.seq_len, activations, layout.micro_batch, kMaxActivations));
+  }
   return ok_status();
 }
 

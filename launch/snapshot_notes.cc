@@ -13,9 +13,13 @@ double number_or_nan(const ordered_json& object, const char* key) {
   return it != object.end() && it->is_number() ? it->get<double>() : std::numeric_limits<double>::quiet_NaN();
 }
 
-int64_t integer_or_zero(const ordered_json& object, const char* key) {
+// A count; 0 for what can be none, so that it can be counted on.
+int64_t count_or_zero(const ordered_json& object, const char* key) {
+  constexpr int64_t kMostCounted = int64_t{1} << 53;
   const auto it = object.find(key);
-  return it != object.end() && it->is_number_integer() ? it->get<int64_t>() : 0;
+  if (it == object.end() || !it->is_number_integer()) return 0;
+  const auto count = it->get<int64_t>();
+  return count >= 0 && count <= kMostCounted ? count : 0;
 }
 
 }  // namespace
@@ -43,11 +47,11 @@ SnapshotNotes parse_snapshot_notes(const std::string& json, int64_t step) {
   const ordered_json object = ordered_json::parse(json, nullptr, /*allow_exceptions=*/false);
   if (!object.is_object()) return notes;
   notes.vote.loss_sum = number_or_nan(object, "loss_sum");
-  notes.vote.num_tokens = integer_or_zero(object, "num_tokens");
+  notes.vote.num_tokens = count_or_zero(object, "num_tokens");
   notes.vote.gradient_norm = number_or_nan(object, "grad_norm");
   const auto skipped = object.find("skipped");
   notes.vote.skip = skipped != object.end() && skipped->is_boolean() && skipped->get<bool>() ? 1 : 0;
-  notes.skipped_steps = integer_or_zero(object, "skipped_steps");
+  notes.skipped_steps = count_or_zero(object, "skipped_steps");
   return notes;
 }
 

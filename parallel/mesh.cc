@@ -33,13 +33,18 @@ Result<Mesh> Mesh::of_run(const ParallelConfig& config, int world_size) {
     return std::vector<MeshAxis>{{std::string(kReplicateAxis), static_cast<int>(replicate)},
                                  {std::string(kShardAxis), static_cast<int>(shard)}};
   };
-  if (!config.sharded()) return create(axes(world_size, 1), world_size);
+  if (!config.sharded() || world_size < 1) return create(axes(world_size, 1), world_size);
   int64_t shard = config.shard, replicate = config.replicate;
   const char* const key = shard > 0 ? "parallelism.shard" : "parallelism.replicate";
   const int64_t given = shard > 0 ? shard : replicate;
   if (given > 0 && world_size % given != 0) {
     return invalid_argument(fmt::format("{} = {}: does not divide the {} ranks; {} would fit", key, given, world_size,
                                         fmt::join(divisors(world_size), ", ")));
+  }
+  for (const auto& [name, value] : {std::pair{"shard", shard}, {"replicate", replicate}}) {
+    if (value >= 0 && value <= world_size) continue;
+    return invalid_argument(
+        fmt::format("parallelism.{} = {}: must be from 0 to the {} ranks", name, value, world_size));
   }
   if (shard == 0) shard = world_size / std::max<int64_t>(replicate, 1);
   if (replicate == 0) replicate = world_size / shard;

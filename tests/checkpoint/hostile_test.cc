@@ -2,6 +2,8 @@
 // error, or data of the right size; never a crash, and no wish for memory that a number in a file asks for.
 #include <gmock/gmock.h>
 
+#include <cstring>
+
 #include "checkpoint/json_fields.h"
 #include "checkpoint/xxh3.h"
 #include "tests/checkpoint/checkpoint_fixture.h"
@@ -44,9 +46,36 @@ TEST_F(HostileTest, AManifestThatSaysOtherThingsIsRefusedOrUsable) {
   EXPECT_GT(accepted, 0);
 }
 
+// The head is shown to the HDF5 library only when the manifest's checksum of it is right, so this takes a program that
+// writes both.
+TEST_F(HostileTest, AShardWhoseHeadSaysOtherThingsIsRefusedOrUsable) {
+  auto random = mutation::make_random();
+  const std::string path = step_dir_ + "/rank-1.h5";
+  const std::string good = fs_.read_file(path).value();
+  const auto head_bytes = static_cast<size_t>(open_checkpoint(fs_, step_dir_)->shards[1].head_bytes);
+  int refused = 0;
+  for (int round = mutation::rounds(200); round > 0; --round) {
+    std::string bytes = good;
+    for (uint32_t edits = 1 + random() % 4; edits > 0; --edits) {
+      const size_t at = random() % head_bytes;
+      const uint64_t value = random() % 2 == 0 ? ~uint64_t{0} >> random() % 64 : uint64_t{1} << random() % 64;
+      std::memcpy(bytes.data() + at, &value, std::min<size_t>(size_t{1} << random() % 4, head_bytes - at));
+    }
+    KTG_ASSERT_OK(fs_.write_file(path, bytes));
+    Json json = manifest();
+    json["shards"][1]["head_xxh3"] = xxh3_128(bytes.substr(0, head_bytes));
+    json["shards"][1]["xxh3"] = xxh3_128(bytes);
+    if (!open_and_load_with(json).ok()) ++refused;
+  }
+  EXPECT_GT(refused, 0);
+}
+
 TEST_F(HostileTest, NumbersBeyondEverySizeAreNamed) {
   for (const int64_t odd : {int64_t{-1}, INT64_MAX, INT64_MIN, INT64_MAX / 4}) {
     Json json = manifest();
+    json["cursor"] = odd;
+    EXPECT_EQ(open_and_load_with(json).code(), StatusCode::kDataLoss) << odd;
+    json = manifest();
     json["tensors"][1]["offset"] = odd;
     EXPECT_EQ(open_and_load_with(json).code(), StatusCode::kDataLoss) << odd;
     json = manifest();

@@ -6,6 +6,8 @@
 #include <iostream>
 #include <random>
 
+#include "tests/kernels/sealed_table.h"
+
 namespace kintsugi::kernels::cuda {
 namespace {
 
@@ -61,6 +63,27 @@ TEST(AttentionTableTest, EveryCutAndEveryChangedByteIsRefused) {
       EXPECT_FALSE(parses(changed)) << "byte " << i << " flipped by " << flip;
     }
   }
+}
+
+TEST(AttentionTableTest, OddContentsUnderARightCheckSumAreRefusedOrMeanTheSameWhenWrittenAgain) {
+  auto random = mutation::make_random();
+  const std::string good = to_text(random_table(3));
+  int accepted = 0, refused = 0;
+  for (int round = mutation::rounds(3000); round > 0; --round) {
+    AttentionTable read, again;
+    std::string why;
+    if (!parse_attention_table(odd_table(good, 3, random), &read, &why)) {
+      ++refused;
+      EXPECT_TRUE(why.starts_with("line ")) << why;
+      continue;
+    }
+    ++accepted;
+    for (const TunedAttention& entry : read.entries) EXPECT_NE(read.find(entry.problem), nullptr);
+    ASSERT_TRUE(parse_attention_table(to_text(read), &again, &why)) << why;
+    EXPECT_EQ(to_text(again), to_text(read));
+  }
+  EXPECT_GT(accepted, 0);
+  EXPECT_GT(refused, 0);
 }
 
 TEST(AttentionTableTest, EntriesAreFoundAndReplaced) {

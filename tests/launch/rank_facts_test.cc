@@ -7,6 +7,7 @@
 #include <string>
 
 #include "launch/scheduling.h"
+#include "tests/mutation.h"
 
 namespace kintsugi::launch {
 namespace {
@@ -120,6 +121,65 @@ TEST(RankFactsTest, FlagsComeBeforeTheEnvironment) {
   EXPECT_EQ(f->world_size, 2);
   EXPECT_EQ(f->launcher, Launcher::kFlags);
   EXPECT_FALSE(facts_of({}, {.rank = 0, .world_size = {}, .local_rank = {}, .local_size = {}}).ok());
+}
+
+// A variable that a launcher, a script or a person may have set to anything.
+std::string odd_value(const std::string& value, mutation::Random& random) {
+  static const char* const kTexts[] = {"", " ", "+3", "3 ", "0x3", "4(x2)", "2,1(x3)", "host[1-3]", "x"};
+  switch (random() % 4) {
+    case 0:
+      return mutation::odd_number(random);
+    case 1:
+      return kTexts[random() % std::size(kTexts)];
+    case 2:
+      return mutation::mutate_bytes(value, random);
+    default:
+      return std::to_string(random() % 9);
+  }
+}
+
+TEST(RankFactsFuzzTest, AnyEnvironmentGivesARankThatCanBeOrAMessage) {
+  auto random = mutation::make_random();
+  const Variables launchers[] = {
+      {{"RANK", "3"}, {"WORLD_SIZE", "8"}, {"LOCAL_RANK", "3"}, {"LOCAL_WORLD_SIZE", "8"}, {"MASTER_PORT", "29500"}},
+      kOpenMpi,
+      {{"SLURM_PROCID", "3"},
+       {"SLURM_NTASKS", "8"},
+       {"SLURM_LOCALID", "3"},
+       {"SLURM_STEP_TASKS_PER_NODE", "8"},
+       {"SLURM_STEP_ID", "0"},
+       {"SLURM_JOB_ID", "7"}},
+      {{"PMIX_RANK", "3"}}};
+  int accepted = 0, refused = 0;
+  for (int round = mutation::rounds(5000); round > 0; --round) {
+    Variables variables;
+    for (uint32_t n = 1 + random() % 2; n > 0; --n) variables.merge(Variables(launchers[random() % 4]));
+    for (uint32_t edits = random() % 3; edits > 0; --edits) {
+      const auto variable = std::next(variables.begin(), random() % static_cast<uint32_t>(variables.size()));
+      if (random() % 4 == 0 && variables.size() > 1) {
+        variables.erase(variable);
+      } else {
+        variable->second = odd_value(variable->second, random);
+      }
+    }
+    const Result<RankFacts> f = facts_of(variables);
+    if (!f.ok()) {
+      ++refused;
+      EXPECT_EQ(f.status().code(), StatusCode::kInvalidArgument);
+      EXPECT_FALSE(f.status().message().empty());
+      continue;
+    }
+    ++accepted;
+    EXPECT_GE(f->rank, 0);
+    EXPECT_FALSE(f->launcher_name.empty());
+    if (f->launcher == Launcher::kPmix) continue;  // MPI tells the size
+    EXPECT_LT(f->rank, f->world_size);
+    EXPECT_GE(f->local_rank, 0);
+    EXPECT_LT(f->local_rank, f->local_size);
+    EXPECT_LE(f->local_size, f->world_size);
+  }
+  EXPECT_GT(accepted, 0);
+  EXPECT_GT(refused, 0);
 }
 
 TEST(ThreadsTest, CpusAndQuotaAreDividedByTheRanksThatShareThem) {

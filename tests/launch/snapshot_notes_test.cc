@@ -2,6 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <nlohmann/json.hpp>
+
+#include "tests/mutation.h"
+
 namespace kintsugi::launch {
 namespace {
 
@@ -23,6 +27,25 @@ TEST(SnapshotNotesTest, NotesAreReadBackWithAndWithoutAlgorithms) {
     EXPECT_EQ(read.vote.skip, 1);
     EXPECT_EQ(read.skipped_steps, 3);
     EXPECT_EQ(parse_tuning(json), tuning);
+  }
+}
+
+// They lie in manifests that others may have written.
+TEST(SnapshotNotesTest, AnyTextGivesNotesOfTheStep) {
+  auto random = mutation::make_random();
+  const std::string good = to_json(some_notes(), "kintsugi gemm algorithms 1\n");
+  for (int round = mutation::rounds(3000); round > 0; --round) {
+    std::string text = mutation::mutate_bytes(good, random);
+    if (random() % 2 == 0) {
+      auto json = nlohmann::ordered_json::parse(good);
+      mutation::mutate_json(json, random);
+      text = json.dump();
+    }
+    const SnapshotNotes notes = parse_snapshot_notes(text, 7);
+    EXPECT_EQ(notes.vote.step, 7);
+    EXPECT_GE(notes.vote.num_tokens, 0) << text;
+    EXPECT_GE(notes.skipped_steps, 0) << text;
+    EXPECT_LE(parse_tuning(text).size(), text.size());
   }
 }
 

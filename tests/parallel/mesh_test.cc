@@ -53,5 +53,15 @@ TEST(Mesh, RefusesWhatDoesNotMultiplyToTheWorld) {
   EXPECT_FALSE(Mesh::create({{"shard", 3}}, 4).ok());
 }
 
+TEST(Mesh, RefusesSizesBeyondAnyJob) {
+  for (const int64_t odd : {int64_t{-1}, int64_t{9}, INT64_MAX / 2, INT64_MAX, INT64_MIN}) {
+    EXPECT_FALSE(Mesh::of_run(sharded(odd, 0), 8).ok()) << odd;
+    EXPECT_FALSE(Mesh::of_run(sharded(0, odd), 8).ok()) << odd;
+    EXPECT_FALSE(Mesh::of_run(sharded(4, odd), 8).ok()) << odd;
+    EXPECT_FALSE(Mesh::of_run(sharded(odd, 4), 8).ok()) << odd;
+  }
+  for (const int world_size : {0, -1}) EXPECT_FALSE(Mesh::of_run(sharded(0, 0), world_size).ok()) << world_size;
+}
+
 }  // namespace
 }  // namespace kintsugi::parallel

@@ -1,21 +1,18 @@
 // Broken tokenizer.json files and arbitrary bytes as text: any outcome but a crash, a hang or a wrong round trip.
-// Meant for the asan preset; seeds are fixed.
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
-#include <random>
 
 #include "runtime/data/tokenizer.h"
 #include "runtime/data/unicode.h"
+#include "tests/mutation.h"
 #include "tests/runtime/data/tokenizer_maker.h"
 
 namespace kintsugi::runtime {
 namespace {
 
+using mutation::Random;
 using nlohmann::json;
-using Random = std::mt19937;
-
-constexpr uint32_t kSeed = 20240;
 
 // A file with every supported part.
 json rich_file() {
@@ -67,32 +64,12 @@ void exercise(const Tokenizer& tokenizer, Random& random, bool lossless) {
 }
 
 TEST(TokenizerFuzzTest, MutatedBytesOfAFileAreRefusedOrUsable) {
-  std::printf("seed %u\n", kSeed);
-  Random random(kSeed);
+  Random random = mutation::make_random();
   const std::string good = rich_file().dump();
   int accepted = 0;
-  for (int round = 0; round < 400; ++round) {
-    std::string text = good;
-    for (uint32_t edits = 1 + random() % 4; edits > 0 && !text.empty(); --edits) {
-      const size_t at = random() % text.size();
-      switch (random() % 5) {
-        case 0:
-          text[at] = static_cast<char>(random());
-          break;
-        case 1:
-          text.erase(at, 1 + random() % 8);
-          break;
-        case 2:
-          text.insert(at, random_bytes(random, 8));
-          break;
-        case 3:
-          text.resize(at);
-          break;
-        default:
-          text.insert(at, text.substr(random() % text.size(), random() % 64));
-          break;
-      }
-    }
+  for (int round = mutation::rounds(400); round > 0; --round) {
+    std::string text = mutation::mutate_bytes(good, random);
+    if (random() % 4 == 0) text.insert(random() % (text.size() + 1), random_bytes(random, 8));
     const auto tokenizer = create_bpe_tokenizer(text, "fuzz");
     if (!tokenizer.ok()) continue;
     ++accepted;
@@ -137,10 +114,9 @@ void mutate(json& node, Random& random) {
 }
 
 TEST(TokenizerFuzzTest, MutatedValuesOfAFileAreRefusedOrUsable) {
-  std::printf("seed %u\n", kSeed + 1);
-  Random random(kSeed + 1);
+  Random random = mutation::make_random();
   int accepted = 0;
-  for (int round = 0; round < 600; ++round) {
+  for (int round = mutation::rounds(600); round > 0; --round) {
     json file = rich_file();
     mutate(file, random);
     const auto tokenizer = create_bpe_tokenizer(file.dump(), "fuzz");
@@ -152,13 +128,12 @@ TEST(TokenizerFuzzTest, MutatedValuesOfAFileAreRefusedOrUsable) {
 }
 
 TEST(TokenizerFuzzTest, AnyBytesSurviveEncodingUpToTheirRepair) {
-  std::printf("seed %u\n", kSeed + 2);
-  Random random(kSeed + 2);
+  Random random = mutation::make_random();
   json file = make_tokenizer_json();
   file["added_tokens"] = {{{"id", 269}, {"content", "<|end|>"}, {"special", true}}};
   const auto tokenizer = create_bpe_tokenizer(file.dump(), "fuzz");
   ASSERT_TRUE(tokenizer.ok()) << tokenizer.status().to_string();
-  for (int round = 0; round < 3000; ++round) exercise(**tokenizer, random, true);
+  for (int round = mutation::rounds(3000); round > 0; --round) exercise(**tokenizer, random, true);
 }
 
 }  // namespace
