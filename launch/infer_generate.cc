@@ -119,10 +119,10 @@ int Generation::allocate() {
   const auto plan = Engine::plan(model_->config(), engine_options(), *model_->backend);
   if (!plan.ok()) return report_error(plan.status(), kExitUsage);
   std::fprintf(stderr, "memory: weights %s, kv cache %s (%s kv_blocks of %s tokens), activations %s\n",
-               bytes_text(model_->weight_bytes()).c_str(), bytes_text(plan->kv_cache).c_str(),
+               bytes_text(model_->weights.size_bytes()).c_str(), bytes_text(plan->kv_cache).c_str(),
                grouped(plan->num_kv_blocks).c_str(), grouped(options_.kv_block_tokens).c_str(),
                bytes_text(plan->activations + plan->inputs_and_logits).c_str());
-  auto engine = Engine::create(model_->config(), engine_options(), *model_->backend, *model_->access);
+  auto engine = Engine::create(model_->config(), engine_options(), *model_->backend, *model_->weights.access);
   if (!engine.ok()) return report_error(engine.status(), kExitUsage);
   engine_ = std::move(engine).value();
   return kExitOk;

@@ -28,37 +28,22 @@ Status load_through_host(FileSystem& fs, InferenceModel& model) {
     const int64_t count = std::min(kPiece, length - at);
     KTG_RETURN_IF_ERROR(
         checkpoint::load_state(fs, model.checkpoint, *model.params, host.as<float>(), nullptr, nullptr, {at, count}));
-    KTG_RETURN_IF_ERROR(model.backend->copy(model.weights.as<float>() + at, host.data(), count * 4, *stream));
+    KTG_RETURN_IF_ERROR(model.backend->copy(model.weights.master.as<float>() + at, host.data(), count * 4, *stream));
     KTG_RETURN_IF_ERROR(stream->synchronize(Deadline::never()));  // one copy, which ends
   }
   return ok_status();
 }
 
-// Weights, their copy in the compute dtype, and the access to both.
 Status load_weights(FileSystem& fs, InferenceModel& model) {
-  const int64_t length = model.params->total_length();
-  KTG_ASSIGN_OR_RETURN(model.weights, model.backend->allocate(length * 4, "weights"));
+  KTG_ASSIGN_OR_RETURN(model.weights, runtime::ModelWeights::allocate(*model.params, model.dtype, *model.backend));
   if (model.backend->kind() == runtime::DeviceKind::kCpu) {
-    KTG_RETURN_IF_ERROR(checkpoint::load_state(fs, model.checkpoint, *model.params, model.weights.as<float>(), nullptr,
-                                               nullptr, {0, length}));
+    KTG_RETURN_IF_ERROR(checkpoint::load_state(fs, model.checkpoint, *model.params, model.weights.master.as<float>(),
+                                               nullptr, nullptr, {0, model.params->total_length()}));
   } else {
     KTG_RETURN_IF_ERROR(load_through_host(fs, model));
   }
-  const void* compute = model.weights.data();
-  if (model.dtype != kernels::DType::kF32) {
-    KTG_ASSIGN_OR_RETURN(model.compute,
-                         model.backend->allocate(length * kernels::size_of(model.dtype), "weights in bf16"));
-    KTG_ASSIGN_OR_RETURN(const std::unique_ptr<runtime::Stream> stream, model.backend->create_stream());
-    KTG_RETURN_IF_ERROR(
-        stream->launched(model.backend->kernels().reduce->convert(model.compute.data(), model.weights.as<float>(),
-                                                                  length, model.dtype, stream->handle()),
-                         "weights to bf16"));
-    KTG_RETURN_IF_ERROR(stream->synchronize(Deadline::never()));  // one kernel, which ends
-    compute = model.compute.data();
-  }
-  model.access = std::make_unique<runtime::FlatUnitAccess>(*model.params, model.weights.as<float>(), compute, nullptr,
-                                                           model.dtype);
-  return ok_status();
+  KTG_ASSIGN_OR_RETURN(const std::unique_ptr<runtime::Stream> stream, model.backend->create_stream());
+  return model.weights.changed(*model.backend, *stream);
 }
 
 Result<std::unique_ptr<InferenceModel>> load_checkpoint(FileSystem& fs, CheckpointInfo info,

@@ -11,7 +11,7 @@
 #include "runtime/backend.h"
 #include "runtime/base/file_system.h"
 #include "runtime/data/tokenizer.h"
-#include "runtime/model/transformer.h"
+#include "runtime/model/model_weights.h"
 
 namespace kintsugi::launch {
 
@@ -27,20 +27,17 @@ struct InferenceModelOptions {
   std::string device = "auto";  // "cpu", "cuda"; "auto": the GPU where there is one
 };
 
-// Owner of the weights on the backend. Move-only by unique_ptr: `access` refers to its siblings.
+// Owner of the weights on the backend. Move-only by unique_ptr: `weights` refers to `params`.
 struct InferenceModel {
   checkpoint::CheckpointInfo checkpoint;
   int64_t trained_seq_len = 0;  // T of training; the model's max_seq_len when the checkpoint does not say
   kernels::DType dtype = kernels::DType::kF32;
   std::unique_ptr<runtime::Backend> backend;
   std::unique_ptr<runtime::ParamTable> params;
-  runtime::Buffer weights;  // fp32, the flat space
-  runtime::Buffer compute;  // the same in bf16; empty for fp32
-  std::unique_ptr<runtime::FlatUnitAccess> access;
+  runtime::ModelWeights weights;
   std::unique_ptr<runtime::Tokenizer> tokenizer;  // null: the checkpoint names none
 
   const runtime::ModelConfig& config() const { return checkpoint.meta.model; }
-  int64_t weight_bytes() const { return weights.size_bytes() + compute.size_bytes(); }
   // "step 50 of /run/checkpoint/step-50: llama, 4 layers, 3,344,640 parameters, vocabulary 256, fp32; cpu (...)"
   std::string description() const;
 };

@@ -23,6 +23,7 @@
 #include "runtime/base/deadline.h"
 #include "runtime/base/philox.h"
 #include "runtime/decode/engine.h"
+#include "runtime/model/model_weights.h"
 
 namespace kintsugi {
 namespace {
@@ -108,24 +109,14 @@ class Bench {
   const runtime::ParamTable table_;
   std::unique_ptr<runtime::Backend> backend_;
   std::unique_ptr<runtime::Stream> stream_;
-  runtime::Buffer weights_, compute_;
-  std::unique_ptr<runtime::FlatUnitAccess> access_;
+  runtime::ModelWeights weights_;
 };
 
 Status Bench::init() {
   KTG_ASSIGN_OR_RETURN(stream_, backend_->create_stream());
-  const int64_t n = table_.total_length();
-  KTG_ASSIGN_OR_RETURN(weights_, backend_->allocate(n * 4, "weights"));
-  runtime::init_parameters(weights_.as<float>(), table_, 1, 0, n);
-  const void* compute = weights_.data();
-  if (dtype_ == DType::kBF16) {
-    KTG_ASSIGN_OR_RETURN(compute_, backend_->allocate(n * 2, "weights in bf16"));
-    KTG_RETURN_IF_ERROR(stream_->launched(
-        backend_->kernels().reduce->convert(compute_.data(), weights_.as<float>(), n, dtype_, nullptr), "convert"));
-    compute = compute_.data();
-  }
-  access_ = std::make_unique<runtime::FlatUnitAccess>(table_, weights_.as<float>(), compute, nullptr, dtype_);
-  return ok_status();
+  KTG_ASSIGN_OR_RETURN(weights_, runtime::ModelWeights::allocate(table_, dtype_, *backend_));
+  runtime::init_parameters(weights_.master.as<float>(), table_, 1, 0, table_.total_length());
+  return weights_.changed(*backend_, *stream_);
 }
 
 int64_t Bench::matrix_elements() const {
@@ -148,7 +139,7 @@ std::vector<int32_t> Bench::prompt(int64_t length, uint32_t which) const {
 Result<double> Bench::check() {
   constexpr int64_t kPrompt = 20, kNew = 12, kLength = kPrompt + kNew;
   KTG_ASSIGN_OR_RETURN(const auto engine,
-                       Engine::create(config_, {.dtype = dtype_, .max_context = kLength}, *backend_, *access_));
+                       Engine::create(config_, {.dtype = dtype_, .max_context = kLength}, *backend_, *weights_.access));
   std::vector<int32_t> tokens = prompt(kPrompt, 0);
   std::vector<float> decoded;
   runtime::Request request{.prompt = tokens, .max_new_tokens = kNew, .sampling = {}, .end_ids = {}, .on_token = {}};
@@ -183,7 +174,7 @@ Result<double> Bench::check() {
 Result<double> Bench::run(const Test& test) {
   const runtime::EngineOptions options{
       .dtype = dtype_, .max_batch = test.batch, .max_context = test.prompt + test.generate, .poison_unused = false};
-  KTG_ASSIGN_OR_RETURN(const auto engine, Engine::create(config_, options, *backend_, *access_));
+  KTG_ASSIGN_OR_RETURN(const auto engine, Engine::create(config_, options, *backend_, *weights_.access));
   for (int64_t i = 0; i < test.batch; ++i) {
     // The first new token comes from the prompt, the others from decode steps.
     KTG_ASSIGN_OR_RETURN([[maybe_unused]] const int64_t id,

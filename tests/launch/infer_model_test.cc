@@ -41,7 +41,7 @@ TEST_F(InferModelTest, ARunsFolderMeansItsNewestCheckpointWrittenByAnyNumberOfRa
     ASSERT_TRUE(model.ok()) << model.status().to_string();
     EXPECT_EQ((*model)->checkpoint.meta.step, 10) << path;
     const std::vector<float> want = weights_of(config, 10);
-    const float* got = (*model)->weights.as<float>();
+    const float* got = (*model)->weights.master.as<float>();
     for (size_t i = 0; i < want.size(); ++i) ASSERT_EQ(got[i], want[i]) << path << " element " << i;
   }
   EXPECT_EQ((*load(step_dir(9)))->checkpoint.meta.step, 9);
@@ -53,10 +53,10 @@ TEST_F(InferModelTest, NoMomentsAreLoaded) {
   const runtime::ModelConfig config = tiny_bytes();
   write_checkpoint(fs_, run_.path(), config, {.dtype = "bf16"});
   const int64_t length = runtime::ParamTable::build(config).total_length();
-  EXPECT_EQ((*load(run_.path(), "fp32"))->weight_bytes(), 4 * length);
+  EXPECT_EQ((*load(run_.path(), "fp32"))->weights.size_bytes(), 4 * length);
   const auto model = load(run_.path());
   EXPECT_EQ((*model)->dtype, kernels::DType::kBF16) << "as the run was trained";
-  EXPECT_EQ((*model)->weight_bytes(), 6 * length);
+  EXPECT_EQ((*model)->weights.size_bytes(), 6 * length);
   EXPECT_EQ((*model)->trained_seq_len, 32);
 }
 
@@ -75,7 +75,7 @@ TEST_F(InferModelTest, LogitsKeepTheirBitsThroughTheCheckpoint) {
       const std::vector<float> full = trained.full_forward(prompt);
       runtime::Generated out;
       const auto engine =
-          runtime::Engine::create(config, {.dtype = dtype}, *(*model)->backend, *(*model)->access).value();
+          runtime::Engine::create(config, {.dtype = dtype}, *(*model)->backend, *(*model)->weights.access).value();
       ASSERT_TRUE(engine->add(runtime::recording(prompt, 1, {}, &out)).ok());
       ASSERT_TRUE(engine->run().ok());
       for (int64_t v = 0; v < 256; ++v) ASSERT_EQ(out.logits[v], full[20 * 256 + v]) << gpt2 << " logit " << v;

@@ -4,11 +4,13 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "runtime/base/philox.h"
 #include "runtime/decode/engine.h"
+#include "runtime/model/model_weights.h"
 
 namespace kintsugi::runtime {
 
@@ -50,29 +52,20 @@ class TestModel {
         dtype(compute_dtype),
         backend(create_cpu_backend({.num_threads = num_threads})),
         params(ParamTable::build(config)),
-        weights(static_cast<size_t>(params.total_length())) {
+        stream(backend->create_stream().value()),
+        parts(ModelWeights::allocate(params, dtype, *backend).value()),
+        weights(parts.master.as<float>(), static_cast<size_t>(params.total_length())) {
     init_parameters(weights.data(), params, 1, 0, params.total_length());
-    stream = backend->create_stream().value();
     refresh();
   }
 
   // After a change of `weights`.
-  void refresh() {
-    const void* matrices = weights.data();
-    if (dtype == DType::kBF16) {
-      compute.resize(weights.size());
-      EXPECT_EQ(backend->kernels().reduce->convert(compute.data(), weights.data(), static_cast<int64_t>(weights.size()),
-                                                   dtype, nullptr),
-                kernels::kKernelOk);
-      matrices = compute.data();
-    }
-    access = std::make_unique<FlatUnitAccess>(params, weights.data(), matrices, nullptr, dtype);
-  }
+  void refresh() { EXPECT_TRUE(parts.changed(*backend, *stream).ok()); }
 
   std::unique_ptr<Engine> engine(EngineOptions options) {
     options.dtype = dtype;
     options.poison_unused = true;
-    Result<std::unique_ptr<Engine>> engine = Engine::create(config, options, *backend, *access);
+    Result<std::unique_ptr<Engine>> engine = Engine::create(config, options, *backend, *parts.access);
     EXPECT_TRUE(engine.ok()) << engine.status().to_string();
     return std::move(engine).value();
   }
@@ -87,7 +80,7 @@ class TestModel {
     for (int64_t t = 0; t < T; ++t) positions[t] = static_cast<int32_t>(t);
     std::vector<uint8_t> raw(static_cast<size_t>(T * V * kernels::size_of(dtype)));
     EXPECT_TRUE(
-        model->forward_logits(raw.data(), tokens.data(), positions.data(), 1, T, false, *access, nullptr, *stream)
+        model->forward_logits(raw.data(), tokens.data(), positions.data(), 1, T, false, *parts.access, nullptr, *stream)
             .ok());
     std::vector<float> logits(static_cast<size_t>(T * V));
     EXPECT_EQ(backend->kernels().reduce->convert_to_f32(logits.data(), raw.data(), T * V, dtype, nullptr),
@@ -99,10 +92,9 @@ class TestModel {
   DType dtype;
   std::unique_ptr<Backend> backend;
   ParamTable params;
-  std::vector<float> weights;
-  std::vector<uint16_t> compute;
   std::unique_ptr<Stream> stream;
-  std::unique_ptr<FlatUnitAccess> access;
+  ModelWeights parts;
+  std::span<float> weights;  // parts.master
 };
 
 // `length` ids that depend on `seed` alone.

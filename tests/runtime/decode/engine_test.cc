@@ -81,7 +81,7 @@ TEST_P(EngineModelTest, PrefillLogitsGiveTheLossOfForwardBackward) {
   const auto training = Transformer::create(model.config, options, *model.backend, arena, *model.stream).value();
   std::vector<float> gradients(model.weights.size());
   FlatUnitAccess access(model.params, model.weights.data(),
-                        model.dtype == DType::kBF16 ? static_cast<const void*>(model.compute.data())
+                        model.dtype == DType::kBF16 ? static_cast<const void*>(model.parts.compute.data())
                                                     : static_cast<const void*>(model.weights.data()),
                         gradients.data(), model.dtype);
   for (const int64_t t : {int64_t{0}, int64_t{7}, kT - 1}) {
@@ -376,7 +376,7 @@ TEST(EngineErrorTest, RequestsThatCannotBeServedAreRefusedByName) {
 TEST(EngineErrorTest, OptionsOutOfRangeAreRefusedByName) {
   TestModel model(tiny_llama(), DType::kF32);
   const auto refusal = [&](EngineOptions options) {
-    const auto engine = Engine::create(model.config, options, *model.backend, *model.access);
+    const auto engine = Engine::create(model.config, options, *model.backend, *model.parts.access);
     EXPECT_FALSE(engine.ok());
     return engine.ok() ? "" : engine.status().message();
   };

@@ -33,9 +33,9 @@ double expected_loss(TestModel& model, const std::vector<int32_t>& tokens, int64
 TEST(PerplexityTest, EveryTokenButTheFirstIsATargetOnce) {
   TestModel model(tiny_llama(), DType::kF32);
   constexpr int64_t kT = 8;
-  const auto evaluator =
-      PerplexityEvaluator::create(model.config, {.window = kT, .max_tokens = 3 * kT}, *model.backend, *model.access)
-          .value();
+  const auto evaluator = PerplexityEvaluator::create(model.config, {.window = kT, .max_tokens = 3 * kT}, *model.backend,
+                                                     *model.parts.access)
+                             .value();
   // Shorter than, exactly, and just beyond one window, one batch, and several of both.
   for (const int64_t n : {2, 8, 9, 10, 24, 25, 26, 49, 50, 60}) {
     const std::vector<int32_t> tokens = random_prompt(n, 600 + n);
@@ -53,7 +53,7 @@ TEST(PerplexityTest, TheBatchChangesNoBit) {
   double first = 0;
   for (const int64_t max_tokens : {0, 1, 16, 64, 1000}) {
     const auto evaluator = PerplexityEvaluator::create(model.config, {.window = 16, .max_tokens = max_tokens},
-                                                       *model.backend, *model.access)
+                                                       *model.backend, *model.parts.access)
                                .value();
     const double loss = evaluator->evaluate(tokens).value().loss;
     if (max_tokens == 0) first = loss;
@@ -64,15 +64,16 @@ TEST(PerplexityTest, TheBatchChangesNoBit) {
 
 TEST(PerplexityTest, WhatCannotBeEvaluatedIsRefused) {
   TestModel model(tiny_llama(), DType::kF32);
-  const auto evaluator = PerplexityEvaluator::create(model.config, {}, *model.backend, *model.access).value();
+  const auto evaluator = PerplexityEvaluator::create(model.config, {}, *model.backend, *model.parts.access).value();
   EXPECT_EQ(evaluator->window(), 256);
   EXPECT_THAT(evaluator->evaluate(std::vector<int32_t>{}).status().message(), HasSubstr("has 0 tokens"));
   EXPECT_THAT(evaluator->evaluate(std::vector<int32_t>{1}).status().message(), HasSubstr("has 1 tokens"));
   EXPECT_THAT(evaluator->evaluate(std::vector<int32_t>{1, 96}).status().message(),
               HasSubstr("token 1 of the text is id 96"));
-  EXPECT_THAT(
-      PerplexityEvaluator::create(model.config, {.window = 257}, *model.backend, *model.access).status().message(),
-      HasSubstr("window = 257: must be from 1 to 256"));
+  EXPECT_THAT(PerplexityEvaluator::create(model.config, {.window = 257}, *model.backend, *model.parts.access)
+                  .status()
+                  .message(),
+              HasSubstr("window = 257: must be from 1 to 256"));
 }
 
 }  // namespace

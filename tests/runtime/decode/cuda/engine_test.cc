@@ -34,7 +34,7 @@ class GpuModel {
       : host_(host),
         stream_(gpu().create_stream().value()),
         master_(on_device(host.weights.data(), static_cast<int64_t>(host.weights.size()) * 4)),
-        compute_(on_device(host.compute.data(), static_cast<int64_t>(host.compute.size()) * 2)),
+        compute_(on_device(host.parts.compute.data(), host.parts.compute.size_bytes())),
         access(host.params, master_.as<float>(), host.dtype == DType::kF32 ? master_.data() : compute_.data(), nullptr,
                host.dtype) {}
 
