@@ -10,6 +10,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <sstream>
 #include <string_view>
 
@@ -132,6 +133,11 @@ CpuShare take_cpu_share(const RankFacts& facts, const Environment& environment) 
                             share.quota > 0 ? fmt::format(", a quota of {:.2f}", share.quota) : "", facts.local_size,
                             facts.local_size == 1 ? "" : "s", omp != nullptr ? "; OMP_NUM_THREADS says so" : "");
   return share;
+}
+
+bool limit_spinning(const Environment& environment) {
+  if (environment("OMP_WAIT_POLICY") != nullptr || environment("GOMP_SPINCOUNT") != nullptr) return false;
+  return ::setenv("GOMP_SPINCOUNT", "10000", /*overwrite=*/1) == 0;
 }
 
 void make_thread_urgent() {

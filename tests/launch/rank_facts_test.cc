@@ -190,6 +190,15 @@ TEST(ThreadsTest, CpusAndQuotaAreDividedByTheRanksThatShareThem) {
   EXPECT_EQ(threads_per_rank(16, 6.5, 2, nullptr), 3);
 }
 
+TEST(ThreadsTest, SpinningIsLimitedOnceUnlessTheUserSaysHow) {
+  EXPECT_FALSE(limit_spinning(environment_of({{"OMP_WAIT_POLICY", "passive"}})));
+  EXPECT_FALSE(limit_spinning(environment_of({{"GOMP_SPINCOUNT", "7"}})));
+  ::unsetenv("GOMP_SPINCOUNT");
+  EXPECT_TRUE(limit_spinning(environment_of({})));
+  EXPECT_STREQ(::getenv("GOMP_SPINCOUNT"), "10000");
+  EXPECT_FALSE(limit_spinning([](const char* name) -> const char* { return ::getenv(name); }));
+}
+
 TEST(ThreadsTest, OmpNumThreadsWins) {
   EXPECT_EQ(threads_per_rank(2, 0, 8, "3"), 3);
   EXPECT_EQ(threads_per_rank(2, 0, 8, "4,2"), 4);
