@@ -16,6 +16,9 @@ struct CpuShare {
 };
 // The arithmetic: min(mask, quota) over the ranks that share them, at least 1; OMP_NUM_THREADS wins.
 int threads_per_rank(int num_cpus, double quota, int sharing_ranks, const char* omp_num_threads);
+// CPUs' worth of time that this process's control groups grant, versions 1 and 2, every ancestor; 0: no limit. `root`:
+// where /proc and /sys are found, "" for the real ones.
+double cgroup_cpu_quota(const std::string& root);
 // Open MPI binds the ranks of small jobs to one core each unless told otherwise; the agent undoes that (its worker,
 // spares and writer share the cores better than any fixed cut), but leaves a binding that the user asked for alone.
 // Changes the calling process's affinity mask: call it before threads are made.
