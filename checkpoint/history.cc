@@ -10,7 +10,7 @@
 namespace kintsugi::checkpoint {
 namespace {
 
-constexpr const char* kFormat = "kintsugi-histories";
+constexpr const char* kHistoriesFormat = "kintsugi-histories";
 
 bool knows(const std::vector<History>& histories, const std::string& run_id) {
   return std::any_of(histories.begin(), histories.end(), [&](const History& h) { return h.run_id == run_id; });
@@ -43,7 +43,7 @@ Result<std::vector<History>> read_histories(FileSystem& fs, const std::string& c
   fields.get("version", version);
   const Json& array = fields.get_array("histories");
   KTG_RETURN_IF_ERROR(fields.finish());
-  if (format != kFormat || version != 1)
+  if (format != kHistoriesFormat || version != 1)
     return data_loss(path + ": format \"" + format + "\", version " + std::to_string(version));
   std::vector<History> histories;
   for (const Json& element : array) {
@@ -64,7 +64,7 @@ Status write_histories(FileSystem& fs, const std::string& checkpoint_dir, const 
     array.push_back(
         {{"run_id", history.run_id}, {"parent_run_id", history.parent_run_id}, {"parent_step", history.parent_step}});
   }
-  KTG_ASSIGN_OR_RETURN(const std::string text, seal_json({{"format", kFormat}, {"version", 1}, {"histories", array}}));
+  KTG_ASSIGN_OR_RETURN(const std::string text, seal_json({{"format", kHistoriesFormat}, {"version", 1}, {"histories", array}}));
   return write_file_durably(fs, checkpoint_dir, kHistoriesFile, text);
 }
 

@@ -18,48 +18,48 @@ std::string tokenizer_name(const std::string& serialized) {
 }
 
 nlohmann::ordered_json model_json(const runtime::ModelConfig& model) {
-  nlohmann::ordered_json json;
-  json["family"] = model.family;
-  json["num_layers"] = model.num_layers;
-  json["dim"] = model.dim;
-  json["num_heads"] = model.num_heads;
-  json["num_kv_heads"] = model.kv_heads();
-  json["head_dim"] = model.head_size();
-  json["ffn_dim"] = model.ffn_dim;
-  json["vocab_size"] = model.vocab_size;
-  json["max_seq_len"] = model.max_seq_len;
-  json["tied_embedding"] = model.tied_embedding;
-  json["qkv_bias"] = model.qkv_bias;
-  json["qk_norm"] = model.qk_norm;
-  if (!model.is_gpt2()) json["rope_theta"] = model.rope_theta;
-  json["norm_eps"] = model.norm_eps;
-  return json;
+  nlohmann::ordered_json object;
+  object["family"] = model.family;
+  object["num_layers"] = model.num_layers;
+  object["dim"] = model.dim;
+  object["num_heads"] = model.num_heads;
+  object["num_kv_heads"] = model.kv_heads();
+  object["head_dim"] = model.head_size();
+  object["ffn_dim"] = model.ffn_dim;
+  object["vocab_size"] = model.vocab_size;
+  object["max_seq_len"] = model.max_seq_len;
+  object["tied_embedding"] = model.tied_embedding;
+  object["qkv_bias"] = model.qkv_bias;
+  object["qk_norm"] = model.qk_norm;
+  if (!model.is_gpt2()) object["rope_theta"] = model.rope_theta;
+  object["norm_eps"] = model.norm_eps;
+  return object;
 }
 
 nlohmann::ordered_json info_json(const CheckpointInfo& info) {
-  nlohmann::ordered_json json;
-  json["checkpoint"] = info.dir;
-  json["step"] = info.meta.step;
-  json["samples"] = info.meta.cursor;
-  json["world_size"] = info.meta.world_size;
-  json["run_id"] = info.meta.run_id;
+  nlohmann::ordered_json object;
+  object["checkpoint"] = info.dir;
+  object["step"] = info.meta.step;
+  object["samples"] = info.meta.cursor;
+  object["world_size"] = info.meta.world_size;
+  object["run_id"] = info.meta.run_id;
   if (!info.meta.parent_run_id.empty()) {
-    json["parent_run_id"] = info.meta.parent_run_id;
-    json["parent_step"] = info.meta.parent_step;
+    object["parent_run_id"] = info.meta.parent_run_id;
+    object["parent_step"] = info.meta.parent_step;
   }
-  json["parameters"] = runtime::ParamTable::build(info.meta.model).num_parameters();
-  json["tokenizer"] = tokenizer_name(info.meta.tokenizer);
+  object["parameters"] = runtime::ParamTable::build(info.meta.model).num_parameters();
+  object["tokenizer"] = tokenizer_name(info.meta.tokenizer);
   int64_t bytes = 0;
   for (const checkpoint::ShardRecord& shard : info.shards) bytes += shard.size_bytes;
-  json["files"] = info.shards.size();
-  json["bytes"] = bytes;
-  json["model"] = model_json(info.meta.model);
-  return json;
+  object["files"] = info.shards.size();
+  object["bytes"] = bytes;
+  object["model"] = model_json(info.meta.model);
+  return object;
 }
 
 // One "key  value" line each; nested objects as "key.key".
-void print_lines(const nlohmann::ordered_json& json, const std::string& prefix) {
-  for (const auto& [key, value] : json.items()) {
+void print_lines(const nlohmann::ordered_json& object, const std::string& prefix) {
+  for (const auto& [key, value] : object.items()) {
     if (value.is_object()) {
       print_lines(value, prefix + key + ".");
       continue;
@@ -83,11 +83,11 @@ int run_info(const InfoOptions& options) {
   if (const Status status = info.meta.model.validate(); !status.ok()) {
     return report_error(status.with_context(info.dir), kExitBadConfig);
   }
-  const nlohmann::ordered_json json = info_json(info);
+  const nlohmann::ordered_json object = info_json(info);
   if (options.json) {
-    std::printf("%s\n", json.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace).c_str());
+    std::printf("%s\n", object.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace).c_str());
   } else {
-    print_lines(json, "");
+    print_lines(object, "");
   }
   return finish_stdout();
 }

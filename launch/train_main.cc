@@ -211,7 +211,10 @@ int agent_main(int argc, char** argv) {
   // For every thread of every child: OpenMP keeps the number per thread, and a spare is made on one and trains on
   // another.
   ::setenv("OMP_NUM_THREADS", std::to_string(cpus.num_threads).c_str(), /*overwrite=*/1);
-  limit_spinning(environment);
+  // A thread that waits for its team spins for milliseconds by libgomp's own choice. On a machine with other work that
+  // is the time that the rest of the team waits for: steps of 3 ms took 5 s beside two busy processes on two cores, and
+  // take 70 ms with some 25 us of spinning.
+  if (environment("OMP_WAIT_POLICY") == nullptr) ::setenv("GOMP_SPINCOUNT", "10000", /*overwrite=*/0);
   const Result<AgentConfig> config = configure(options, std::max(1, facts->world_size));
   return run_agent({.facts = *facts,
                     .environment = environment,

@@ -5,6 +5,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 launch/setup.sh
 preset=$(launch/preset.sh)
-cmake --preset "$preset"
+cmake --preset "$preset" -DKTG_UNITY=ON
 cmake --build --preset "$preset"
 ctest --preset "$preset" -LE slow -j "$(nproc)"

@@ -20,7 +20,7 @@ say "Packages"
 launch/setup.sh
 
 say "Build"
-cmake --preset "$preset" --log-level=NOTICE
+cmake --preset "$preset" -DKTG_UNITY=ON --log-level=NOTICE
 cmake --build --preset "$preset" --target train infer
 
 say "Text"

@@ -1,7 +1,6 @@
 // How jobs end: when they are asked to, when everything is killed, and how they go on afterwards.
 #include <gtest/gtest.h>
 #include <signal.h>
-#include <sys/mount.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -202,48 +201,6 @@ TEST(SaveTest, ASaveThatIsGivenUpLeavesNoFiles) {
   EXPECT_TRUE(job.wait_until(is_clean)) << job.output();
   EXPECT_TRUE(job.wait().all(1)) << "the newest state is not on disk, and the exit code says so\n" << job.output();
   EXPECT_TRUE(is_clean());
-}
-
-// A file system of its own that room is made on later.
-class SmallDisk {
- public:
-  explicit SmallDisk(std::string path) : path_(std::move(path)) {
-    std::filesystem::create_directories(path_);
-    mounted_ = mount("size=1500k", 0);
-  }
-  ~SmallDisk() {
-    if (mounted_) ::umount2(path_.c_str(), MNT_DETACH);
-  }
-  bool mounted() const { return mounted_; }
-  bool enlarge() { return mount("size=64m", MS_REMOUNT); }
-
- private:
-  bool mount(const char* size, unsigned long flags) {
-    return ::mount("tmpfs", path_.c_str(), "tmpfs", flags, size) == 0;
-  }
-  std::string path_;
-  bool mounted_ = false;
-};
-
-TEST(SaveTest, AFullDiskIsToldAtEachSaveTrainingGoesOnAndResumesWhenThereIsRoom) {
-  Workspace w;
-  SmallDisk disk(w.path("small"));
-  if (!disk.mounted()) GTEST_SKIP() << "mounting a small tmpfs needs the right to";
-  const std::string expected = undisturbed_digest(w, 3, {});
-  std::filesystem::create_directories(w.path("small/out"));
-  std::filesystem::create_directory_symlink(w.path("small/out"), w.path("out"));  // its output lies beside it
-  TrainJob job(w, "out", {.arguments = {"--set", "checkpoint.keep=0"}});
-  EXPECT_TRUE(job.wait().all(1)) << "the newest state is not on disk, and the exit code says so\n" << job.output();
-  EXPECT_EQ(job.last_step(), 40);
-  EXPECT_EQ(job.events("checkpoint").size(), 1u);
-  EXPECT_EQ(job.events("checkpoint_failed").size(), 3u);
-  EXPECT_TRUE(job.says("warning: step 20 was not saved: " + job.out_dir())) << job.output();
-  EXPECT_TRUE(job.says("No space left on device"));
-  ASSERT_TRUE(disk.enlarge());
-  TrainJob resumed(w, "out", {.arguments = {"--resume"}});
-  ASSERT_TRUE(resumed.wait().all(0)) << resumed.output();
-  EXPECT_TRUE(resumed.says("resuming from step 10")) << resumed.output();
-  EXPECT_EQ(resumed.digest(), expected);
 }
 
 TEST(ResumeTest, ACheckpointWhoseBytesRottedIsPassedOverForTheOneBefore) {
