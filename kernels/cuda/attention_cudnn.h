@@ -59,9 +59,9 @@ KernelError cudnn_attention_backward(void* dq, void* dk, void* dv, const void* d
 // not used. 0 in a build without cuDNN.
 int64_t cudnn_attention_workspace_bound(const AttentionShape& shape);
 
-// Of the mask (attention_documents.h) by which documents packed in a sequence are kept apart: cuDNN 9.14 can also take
-// them as sequences of their own (ragged offsets), but then a backward pass that repeats itself wants B T sequences'
-// worth of workspace. 0 in a build without cuDNN.
+// Of the mask (attention_documents.h) by which documents packed in a sequence are kept apart. cuDNN 9.14 can also take
+// them as sequences of their own (ragged offsets), but its backward pass that repeats itself then wants 2 H T T bytes
+// for each document that there may be. 0 in a build without cuDNN.
 int64_t cudnn_document_mask_bytes(const AttentionShape& shape);
 
 // "cuDNN 9.14.0"; empty in a build without it.
