@@ -26,7 +26,7 @@ struct NormBackward {
 
 inline constexpr int kNormBackwardThreads = 512;                     // at most
 inline constexpr int kMaxNormBackwardBlocks = 4 * kMultiprocessors;  // of rows of any width; others take fewer
-inline constexpr int kMaxSharedColumns = 1024;                       // of rows that one warp takes
+inline constexpr int kMaxSharedColumns = 2048;                       // of rows that one warp takes
 
 // Adds up the column sums of a block's warps, in their order, and writes the block's row of partial sums. Lanes below
 // `group` of each warp hold columns.
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     norm_backward_kernel(NormBackward<T> a, Rows rows, int32_t stretches) {
   using P = Packed<T, kVec>;
   static_assert(sizeof(P) == sizeof(uint4));
-  constexpr bool kHeld = !kMean || kPacks < 2;  // the weights stay in registers
+  constexpr bool kHeld = kMean ? kPacks < 2 : kPacks < 4;  // the weights stay in registers
   constexpr int kSums = kMean ? 2 : 1;
   constexpr int kOperands = 3;
   extern __shared__ uint4 copies[];  // [2 turns][dy, x, dresidual][kRows][kPacks][threads]
@@ -340,8 +340,12 @@ KernelError launch_norm_backward(NormBackward<T> a, float* dw, float* db, void* 
     error = launch(kTwo, kTwo, kQuarter, kTwo, 32);
   } else if (packs <= 96) {
     error = launch(Constant<3>{}, kOne, kQuarter, kTwo, 32);
+  } else if (packs <= 128) {
+    error = launch(Constant<4>{}, kOne, kQuarter, kOne, 32);
+  } else if (packs <= 224) {
+    error = launch(Constant<7>{}, kOne, kQuarter, kOne, 32);
   } else if (packs <= 256) {
-    error = launch(kOne, Constant<4>{}, kQuarter, kTwo, round_up(packs, 32));
+    error = launch(Constant<8>{}, kOne, kQuarter, kOne, 32);
   } else if (packs <= 512) {
     error = launch(kTwo, kTwo, kQuarter, kTwo, round_up(ceil_div(packs, 2), 32));
   } else {

@@ -1,7 +1,6 @@
 // The forward kernels of norm.h; norm.cu holds the table.
 #pragma once
 
-#include "kernels/cuda/async_copy.cuh"
 #include "kernels/cuda/norm_kernels.cuh"
 
 namespace kintsugi::kernels::cuda {
@@ -21,213 +20,150 @@ struct NormForward {
 
 inline constexpr int kNormForwardThreads = 512;  // at most
 
-// A group takes kRows rows at once, whose sums share a barrier; while it works on them those of its next turn are on
-// their way into shared memory. Blocks stay and keep the weights; all together they go through the rows from the end
-// (device.cuh). With kResidual the norm is taken of the sum as it is stored, rounded. A row's bits depend on C alone.
-template <class T, int kVec, int kPacks, int kRows, bool kMean, bool kResidual, int kThreads, int kBlocksPerSm>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    norm_forward_kernel(NormForward<T> a, Rows rows, int32_t stretches) {
+// A group of threads takes kRows rows at once, whose packs are all loading before the first is used and whose sums
+// share a barrier. kMean: LayerNorm, else RMSNorm. kWide: packs beyond kPacks a thread are read again when needed.
+template <class T, int kVec, int kPacks, int kRows, bool kWide, bool kMean, bool kResidual>
+__global__ void __launch_bounds__(kNormForwardThreads) norm_forward_kernel(NormForward<T> a, Rows rows) {
+  static_assert(!kWide || kRows == 1);
   using P = Packed<T, kVec>;
-  static_assert(sizeof(P) == sizeof(uint4));
-  constexpr int kOperands = kResidual ? 2 : 1;
-  extern __shared__ uint4 copies[];  // [2 turns][x, residual][kRows][kPacks][threads]
-  __shared__ float scratch[2][2][kRows][32];
+  __shared__ float scratch[2][kRows][32];
   const int32_t group = rows.group, lane = static_cast<int32_t>(threadIdx.x) % group;
-  const int32_t rows_at_once = static_cast<int32_t>(blockDim.x) / group * kRows;
-  const int32_t first_row = static_cast<int32_t>(threadIdx.x) / group * kRows;
-  const float inverse_count = 1.0f / static_cast<float>(rows.C);
-
-  const auto column = [&](int k) { return (lane + k * group) * kVec; };
-  float weights[kPacks][kVec] = {}, biases[kMean ? kPacks : 1][kVec] = {};
+  const int32_t packs = rows.C / kVec;
+  const int64_t n = (int64_t{block_from_end()} * (static_cast<int32_t>(blockDim.x) / group) + threadIdx.x / group) * kRows;
+  int64_t row[kRows];
 #pragma unroll
-  for (int k = 0; k < kPacks; ++k) {
-    if (column(k) >= rows.C) continue;
-    load_shared_values(weights[k], a.w + column(k));
-    if constexpr (kMean) load_shared_values(biases[k], a.b + column(k));
+  for (int r = 0; r < kRows; ++r) row[r] = n + r < rows.N ? rows.offset(n + r) : -1;
+  const auto has = [&](int r, int k) { return row[r] >= 0 && lane + k * group < packs; };
+  const auto at = [&](int r, int k) { return row[r] + int64_t{lane + k * group} * kVec; };
+
+  // What the norm is taken of. With a residual it is the sum as it is stored, rounded.
+  const auto sum_of = [&](const P& x, const P& residual, int64_t i) {
+    float f[kVec], r[kVec];
+    x.get(f);
+    residual.get(r);
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) f[e] += r[e];
+    const P p = P::of(f);
+    p.store(a.sum + i);
+    return p;
+  };
+  P kept[kRows][kPacks], residual[kResidual ? kRows : 1][kPacks];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      if (!has(r, k)) continue;
+      kept[r][k] = P::load(a.x + at(r, k));
+      if constexpr (kResidual) residual[r][k] = P::load(a.residual + at(r, k));
+    }
   }
-  const auto slot = [&](int32_t turn, int operand, int r, int k) {
-    const int32_t at = (((turn & 1) * kOperands + operand) * kRows + r) * kPacks + k;
-    return copies + at * static_cast<int32_t>(blockDim.x) + static_cast<int32_t>(threadIdx.x);
-  };
-  const auto row_of = [&](int32_t turn, int r) {
-    const int64_t stretch = stretches - 1 - (static_cast<int64_t>(blockIdx.x) + int64_t{turn} * gridDim.x);
-    const int64_t n = stretch * rows_at_once + first_row + r;
-    return stretch >= 0 && n < rows.N ? n : -1;
-  };
-  const auto fetch = [&](int32_t turn) {
+  if constexpr (kResidual) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const int64_t n = row_of(turn, r), row = n < 0 ? 0 : rows.offset(n);
 #pragma unroll
       for (int k = 0; k < kPacks; ++k) {
-        if (n < 0 || column(k) >= rows.C) continue;
-        copy_to_shared(slot(turn, 0, r, k), a.x + row + column(k));
-        if constexpr (kResidual) copy_to_shared(slot(turn, 1, r, k), a.residual + row + column(k));
+        if (has(r, k)) kept[r][k] = sum_of(kept[r][k], residual[r][k], at(r, k));
       }
     }
-    end_copies();
+  }
+  const auto read = [&](int64_t i) {  // the first time, of a pack that is not kept
+    const P x = P::load(a.x + i);
+    if constexpr (kResidual) return sum_of(x, P::load(a.residual + i), i);
+    return x;
   };
-
-  const int32_t turns = (stretches - static_cast<int32_t>(blockIdx.x) + static_cast<int32_t>(gridDim.x) - 1) /
-                        static_cast<int32_t>(gridDim.x);
-  fetch(0);
-  for (int32_t turn = 0; turn < turns; ++turn) {
-    fetch(turn + 1);
-    wait_for_copies<1>();
-    P kept[kRows][kPacks];
-    int64_t row[kRows];
-    float mean[kRows] = {}, squares[kRows] = {};
+  const auto reread = [&](int64_t i) { return P::load((kResidual ? a.sum : a.x) + i); };
+  // Calls f(row, column, its values) for each of the thread's packs; `again` reads one that is not kept.
+  const auto for_packs = [&](auto again, auto f) {
+    float v[kVec];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const int64_t n = row_of(turn, r);
-      row[r] = n < 0 ? -1 : rows.offset(n);
 #pragma unroll
       for (int k = 0; k < kPacks; ++k) {
-        kept[r][k] = P::zero();
-        if (n < 0 || column(k) >= rows.C) continue;
-        kept[r][k] = P{*slot(turn, 0, r, k)};
-        float v[kVec];
-        if constexpr (kResidual) {
-          float residual[kVec];
-          kept[r][k].get(v);
-          P{*slot(turn, 1, r, k)}.get(residual);
-#pragma unroll
-          for (int e = 0; e < kVec; ++e) v[e] += residual[e];
-          kept[r][k] = P::of(v);
-          kept[r][k].store(a.sum + row[r] + column(k));
-        }
+        if (!has(r, k)) continue;
         kept[r][k].get(v);
-#pragma unroll
-        for (int e = 0; e < kVec; ++e) {
-          if constexpr (kMean) {
-            mean[r] += v[e];
-          } else {
-            squares[r] = fmaf(v[e], v[e], squares[r]);
-          }
-        }
+        f(r, (lane + k * group) * kVec, v);
       }
     }
-    if constexpr (kMean) {
-      group_sums(mean, group, scratch[turn & 1][0]);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        mean[r] *= inverse_count;
-#pragma unroll
-        for (int k = 0; k < kPacks; ++k) {
-          if (column(k) >= rows.C) continue;
-          float v[kVec];
-          kept[r][k].get(v);
-#pragma unroll
-          for (int e = 0; e < kVec; ++e) squares[r] = fmaf(v[e] - mean[r], v[e] - mean[r], squares[r]);
-        }
+    if constexpr (kWide) {
+      for (int32_t pack = lane + kPacks * group; row[0] >= 0 && pack < packs; pack += group) {
+        again(row[0] + int64_t{pack} * kVec).get(v);
+        f(0, pack * kVec, v);
       }
     }
-    group_sums(squares, group, scratch[turn & 1][1]);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (row[r] < 0) continue;
-      const float rstd = 1.0f / sqrtf(squares[r] * inverse_count + a.eps);
-      if (lane == 0) {
-        const int64_t n = row_of(turn, r);
-        a.rstd[n] = rstd;
-        if constexpr (kMean) a.mean[n] = mean[r];
-      }
-#pragma unroll
-      for (int k = 0; k < kPacks; ++k) {
-        if (column(k) >= rows.C) continue;
-        float v[kVec];
-        kept[r][k].get(v);
-#pragma unroll
-        for (int e = 0; e < kVec; ++e) {
-          v[e] = (v[e] - mean[r]) * rstd * weights[k][e];
-          if constexpr (kMean) v[e] += biases[k][e];
-        }
-        P::of(v).store(a.y + row[r] + column(k));
-      }
-    }
-  }
-}
+  };
 
-// Any width and alignment: a block a row, which it reads three times.
-template <class T, bool kMean, bool kResidual>
-__global__ void __launch_bounds__(kNormForwardThreads) norm_forward_wide_kernel(NormForward<T> a, Rows rows) {
-  __shared__ float scratch[2][32];
-  const int64_t n = blockIdx.x, row = rows.offset(n);
-  const int32_t first = static_cast<int32_t>(threadIdx.x), step = static_cast<int32_t>(blockDim.x);
   const float inverse_count = 1.0f / static_cast<float>(rows.C);
-  const T* of = kResidual ? a.sum + row : a.x + row;  // what a thread reads there it has written itself
-  float mean = 0.0f, squares = 0.0f;
-  for (int32_t c = first; c < rows.C; c += step) {
-    if constexpr (kResidual) {
-      a.sum[row + c] = static_cast<T>(static_cast<float>(a.x[row + c]) + static_cast<float>(a.residual[row + c]));
-    }
-    const float v = static_cast<float>(of[c]);
-    mean += kMean ? v : 0.0f;
-    squares = fmaf(v, v, squares);
-  }
+  float mean[kRows] = {}, squares[kRows] = {};
+  const auto add_squares = [&](int r, int32_t, const float(&v)[kVec]) {
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) squares[r] = fmaf(v[e] - mean[r], v[e] - mean[r], squares[r]);
+  };
   if constexpr (kMean) {
-    mean = group_sum(mean, step, scratch[0]) * inverse_count;
-    squares = 0.0f;
-    for (int32_t c = first; c < rows.C; c += step) {
-      const float v = static_cast<float>(of[c]) - mean;
-      squares = fmaf(v, v, squares);
+    for_packs(read, [&](int r, int32_t, const float(&v)[kVec]) {
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) mean[r] += v[e];
+    });
+    group_sums(mean, group, scratch[0]);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) mean[r] *= inverse_count;
+    for_packs(reread, add_squares);
+  } else {
+    for_packs(read, add_squares);
+  }
+  group_sums(squares, group, scratch[1]);
+  float rstd[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    rstd[r] = 1.0f / sqrtf(squares[r] * inverse_count + a.eps);
+    if (row[r] < 0 || lane != 0) continue;
+    a.rstd[n + r] = rstd[r];
+    if constexpr (kMean) a.mean[n + r] = mean[r];
+  }
+  for_packs(reread, [&](int r, int32_t c, const float(&v)[kVec]) {
+    float w[kVec], y[kVec];
+    load_shared_values(w, a.w + c);
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) y[e] = (v[e] - mean[r]) * rstd[r] * w[e];
+    if constexpr (kMean) {
+      float b[kVec];
+      load_shared_values(b, a.b + c);
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) y[e] += b[e];
     }
-  }
-  const float rstd = 1.0f / sqrtf(group_sum(squares, step, scratch[1]) * inverse_count + a.eps);
-  if (first == 0) {
-    a.rstd[n] = rstd;
-    if constexpr (kMean) a.mean[n] = mean;
-  }
-  for (int32_t c = first; c < rows.C; c += step) {
-    const float y = (static_cast<float>(of[c]) - mean) * rstd * a.w[c];
-    a.y[row + c] = static_cast<T>(kMean ? y + a.b[c] : y);
-  }
+    P::of(y).store(a.y + row[r] + c);
+  });
 }
 
 template <bool kMean, bool kResidual, class T>
 KernelError launch_norm_forward(const NormForward<T>& a, int64_t N, int64_t C, RowLayout layout, StreamHandle stream) {
   if (N <= 0 || C <= 0) return kKernelOk;
-  constexpr int kVec = kVectorSize<T>;
-  const auto launch = [&](auto num_packs, auto num_rows, auto most_threads, auto blocks_per_sm,
-                          int64_t group) -> KernelError {
-    constexpr auto kKernel = norm_forward_kernel<T, kVec, num_packs.value, num_rows.value, kMean, kResidual,
-                                                 most_threads.value, blocks_per_sm.value>;
-    constexpr int64_t kThreadBytes =
-        2 * (kResidual ? 2 : 1) * num_packs.value * num_rows.value * static_cast<int64_t>(sizeof(uint4));
-    static const cudaError_t allowed = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                            static_cast<int>(most_threads.value * kThreadBytes));
-    if (allowed != cudaSuccess) return allowed;
-    const int64_t threads = group <= 32 ? most_threads.value : group;
-    const int64_t stretches = ceil_div(N, threads / group * num_rows.value);
-    const int64_t blocks = ceil_div(stretches, ceil_div(stretches, blocks_per_sm.value * kMultiprocessors));
-    kKernel<<<static_cast<uint32_t>(blocks), static_cast<uint32_t>(threads),
-              static_cast<size_t>(threads * kThreadBytes), stream_of(stream)>>>(a, rows_of(N, C, layout, group),
-                                                                                static_cast<int32_t>(stretches));
+  const auto launch = [&](auto vec, auto num_packs, auto num_rows, auto wide, int64_t group) {
+    const int64_t threads = group <= 32 ? 256 : group, rows_per_block = threads / group * num_rows.value;
+    norm_forward_kernel<T, vec.value, num_packs.value, num_rows.value, wide.value != 0, kMean, kResidual>
+        <<<static_cast<uint32_t>(ceil_div(N, rows_per_block)), static_cast<uint32_t>(threads), 0, stream_of(stream)>>>(
+            a, rows_of(N, C, layout, group));
     return launch_error();
   };
-  constexpr Constant<1> kOne{};
+  constexpr int kVec = kVectorSize<T>;
+  constexpr Constant<kVec> kVectors{};
+  constexpr Constant<0> kKept{};
+  constexpr Constant<1> kOne{}, kReread{};
   constexpr Constant<2> kTwo{};
-  constexpr Constant<3> kThree{};
   constexpr Constant<4> kFour{};
-  constexpr Constant<256> kSmall{};
-  constexpr Constant<kNormForwardThreads> kLarge{};
   const bool vectors =
       C % kVec == 0 && layout.outer_stride % kVec == 0 && aligned16(a.sum, a.y, a.x, a.residual, a.w, a.b);
-  const int64_t packs = C / kVec;
-  if (!vectors || packs > 4 * kNormForwardThreads || N > INT32_MAX) {
-    const int64_t threads = round_up(C, 32) < kNormForwardThreads ? round_up(C, 32) : kNormForwardThreads;
-    norm_forward_wide_kernel<T, kMean, kResidual>
-        <<<static_cast<uint32_t>(N), static_cast<uint32_t>(threads), 0, stream_of(stream)>>>(
-            a, rows_of(N, C, layout, threads));
-    return launch_error();
+  if (!vectors) {
+    if (C <= 128) return launch(kOne, kFour, kOne, kReread, lanes_for(ceil_div(C, 4)));
+    const int64_t group = round_up(ceil_div(C, 4), 32);
+    return launch(kOne, kFour, kOne, kReread, group < kNormForwardThreads ? group : kNormForwardThreads);
   }
-  if (packs <= 32) return launch(kOne, kFour, kSmall, kThree, lanes_for(packs));
-  if (packs <= 64) return launch(kTwo, kTwo, kSmall, kThree, 32);
-  if (packs <= 96) return launch(kThree, kTwo, kSmall, kTwo, 32);
-  if (packs <= 256) return launch(kOne, kFour, kSmall, kThree, round_up(packs, 32));
-  if (packs <= 512) return launch(kTwo, kTwo, kSmall, kThree, round_up(ceil_div(packs, 2), 32));
-  if (packs <= 1024) return launch(kTwo, kTwo, kLarge, kOne, round_up(ceil_div(packs, 2), 32));
-  return launch(kFour, kOne, kLarge, kOne, round_up(ceil_div(packs, 4), 32));
+  const int64_t packs = C / kVec;
+  if (packs <= 32) return launch(kVectors, kOne, kFour, kKept, lanes_for(packs));
+  if (packs <= 64) return launch(kVectors, kTwo, kTwo, kKept, 32);
+  if (packs <= 96) return launch(kVectors, Constant<3>{}, kTwo, kKept, 32);
+  if (packs <= kNormForwardThreads) return launch(kVectors, kOne, kFour, kKept, round_up(packs, 32));
+  if (packs <= 2 * kNormForwardThreads) return launch(kVectors, kTwo, kTwo, kKept, round_up(ceil_div(packs, 2), 32));
+  return launch(kVectors, kFour, kOne, kReread, kNormForwardThreads);
 }
 
 }  // namespace kintsugi::kernels::cuda

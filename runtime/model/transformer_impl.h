@@ -71,7 +71,9 @@ class TransformerImpl final : public Transformer {
   Status up_forward(const Pass& pass, const UnitWeights& w, LayerActivations& a, Stream& stream);
   Status swiglu_forward(const Pass& pass, LayerActivations& a, Stream& stream);
   // Whether a block's products add to the residual stream; otherwise they wait in `branch` until the next norm adds.
-  bool products_add(const Pass& pass) const { return k_.gemm->linear_forward_add != nullptr && pass.cache == nullptr; }
+  bool products_add(const Pass& pass) const {
+    return k_.gemm->linear_forward_add != nullptr && pass.cache == nullptr && adds_in_products(config_);
+  }
   struct Linear {
     int64_t w, b;
     int64_t I, O;

@@ -58,6 +58,10 @@ struct Activations {
   int64_t workspace_bytes;
 };
 
+// Whether products add to the residual stream where the kernels can. It spares a norm 200 MB at 65,536 rows of 768, and
+// costs the product less than that; an H200 takes 40 us less a block then, and a little more from rows of 1,600 on.
+inline bool adds_in_products(const ModelConfig& config) { return config.dim <= 1024; }
+
 // The rows that a prompt's attention is padded to where a library plans anew for each number of them, a tenth of a
 // second each: 64 and its doubles, and the middles between them. Attention is a small part of a prompt's work.
 int64_t prompt_attention_rows(int64_t T);
