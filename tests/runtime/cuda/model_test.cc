@@ -143,6 +143,9 @@ std::vector<Variant> device_variants() {
   c = llama;
   c.dim = 256, c.num_heads = 2, c.num_kv_heads = 1, c.head_dim = 128;
   v.push_back({"head_size_128", c});
+  c = llama;  // rows so wide that products leave the addition to the norms
+  c.dim = 1088, c.num_heads = 17, c.ffn_dim = 96, c.init_std = 0.05;
+  v.push_back({"wide_rows", c});
   return v;
 }
 
