@@ -23,12 +23,16 @@ struct DecodeNormArguments {
 
 // The first of the norm's weights that a thread uses: loaded before what is to be normalised is complete.
 struct NormWeights {
-  float4 low{}, high{};
+  static constexpr int kPieces = 2;
+  float4 low[kPieces] = {}, high[kPieces] = {};
   __device__ NormWeights(const DecodeNormArguments& a, int C) {
-    const int c = 8 * static_cast<int>(threadIdx.x);
-    if (c >= C) return;
-    low = __ldg(reinterpret_cast<const float4*>(a.weights + c));
-    high = __ldg(reinterpret_cast<const float4*>(a.weights + c + 4));
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const int c = 8 * (static_cast<int>(threadIdx.x) + i * kNormThreads);
+      if (c >= C) return;
+      low[i] = __ldg(reinterpret_cast<const float4*>(a.weights + c));
+      high[i] = __ldg(reinterpret_cast<const float4*>(a.weights + c + 4));
+    }
   }
 };
 
@@ -40,7 +44,8 @@ struct BlockBarrier {
 // normed (N, stride): rows first ... first + N - 1 of the norm of stream + branch; the rounded sum goes to `sum` when
 // `keep_sum`. C a multiple of 8. The first kNormThreads threads of a block call it, which are those that `barrier`
 // waits for; ends with it.
-template <class Barrier = BlockBarrier>
+// kUnroll: pieces of a row whose loads are on their way together.
+template <int kUnroll = 4, class Barrier = BlockBarrier>
 __device__ inline void normalize_rows(__nv_bfloat16* normed, int stride, const DecodeNormArguments& a,
                                       const NormWeights& first_weights, int first, int N, int C, bool keep_sum,
                                       Barrier barrier = {}) {
@@ -49,6 +54,7 @@ __device__ inline void normalize_rows(__nv_bfloat16* normed, int stride, const D
 #pragma unroll 1
   for (int n = 0; n < N; ++n) {
     float squares = 0.0f;
+#pragma unroll kUnroll
     for (int c = 8 * static_cast<int>(threadIdx.x); c < C; c += 8 * kNormThreads) {
       const int64_t at = static_cast<int64_t>(first + n) * C + c;
       uint4 values = *reinterpret_cast<const uint4*>(a.stream + at);
@@ -81,11 +87,15 @@ __device__ inline void normalize_rows(__nv_bfloat16* normed, int stride, const D
 #pragma unroll
     for (int s = 0; s < kNormThreads / 32; ++s) total += warps[s][n];
     const float rstd = rsqrtf(total / static_cast<float>(C) + a.eps);
+    int piece = 0;
+#pragma unroll kUnroll
     for (int c = 8 * static_cast<int>(threadIdx.x); c < C; c += 8 * kNormThreads) {  // what this thread wrote itself
       uint4 values = *reinterpret_cast<const uint4*>(normed + n * stride + c);
       auto* const x = reinterpret_cast<__nv_bfloat162*>(&values);
-      float4 low = first_weights.low, high = first_weights.high;
-      if (c >= 8 * kNormThreads) {
+      static_assert(NormWeights::kPieces == 2);
+      float4 low = piece == 0 ? first_weights.low[0] : first_weights.low[1];
+      float4 high = piece == 0 ? first_weights.high[0] : first_weights.high[1];
+      if (piece++ >= NormWeights::kPieces) {
         low = __ldg(reinterpret_cast<const float4*>(a.weights + c));
         high = __ldg(reinterpret_cast<const float4*>(a.weights + c + 4));
       }

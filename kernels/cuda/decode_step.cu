@@ -38,11 +38,15 @@ struct Product {
   int I, O, begin, end;
   bool swiglu;
 
-  __device__ Product(const void* matrix, int inputs, int outputs, bool pairs)
+  __device__ Product(const void* matrix, int inputs, int outputs, bool pairs, int2 share)
       : w(static_cast<const __nv_bfloat16*>(matrix)), I(inputs), O(outputs), swiglu(pairs) {
-    const unsigned b = blockIdx.x, blocks = gridDim.x, pairs_of_rows = static_cast<unsigned>(O) / 2;
-    begin = static_cast<int>(2 * (pairs_of_rows * b / blocks));
-    end = b + 1 == blocks ? O : static_cast<int>(2 * (pairs_of_rows * (b + 1) / blocks));
+    begin = share.x;
+    end = share.y;
+  }
+  __device__ static int2 share_of(int outputs) {
+    const unsigned b = blockIdx.x, blocks = gridDim.x, pairs_of_rows = static_cast<unsigned>(outputs) / 2;
+    return {static_cast<int>(2 * (pairs_of_rows * b / blocks)),
+            b + 1 == blocks ? outputs : static_cast<int>(2 * (pairs_of_rows * (b + 1) / blocks))};
   }
   __device__ int outputs_of_tile() const { return swiglu ? kTileRows / 2 : kTileRows; }
   // Rows of w in the upper half of the tile that begins with output `first`, and in its lower half.
@@ -54,18 +58,17 @@ struct Product {
 };
 // The operations of a layer; behind the last layer the head takes the place of the first.
 enum { kQkv, kAttention, kO, kUp, kDown, kOperations };
-__device__ Product product(const StepArguments& a, int l, int kind) {
-  if (l == a.L) return {a.head, a.C, a.V, false};
+// This block's shares of rows, by their number: QKV, C, F, V.
+struct Shares {
+  int2 qkv, c, f, v;
+};
+__device__ Product product(const StepArguments& a, const Shares& shares, int l, int kind) {
+  if (l == a.L) return {a.head, a.C, a.V, false, shares.v};
   const DecodeStepLayer& layer = a.layers[l];
-  const void* const w = kind == kQkv ? layer.qkv_w : kind == kO ? layer.o_w : kind == kUp ? layer.up_w : layer.down_w;
-  return {w,
-          kind == kO      ? a.HD
-          : kind == kDown ? a.F
-                          : a.C,
-          kind == kQkv  ? a.QKV
-          : kind == kUp ? a.F
-                        : a.C,
-          kind == kUp};
+  if (kind == kQkv) return {layer.qkv_w, a.C, a.QKV, false, shares.qkv};
+  if (kind == kUp) return {layer.up_w, a.C, a.F, true, shares.f};
+  if (kind == kO) return {layer.o_w, a.HD, a.C, false, shares.c};
+  return {layer.down_w, a.F, a.C, false, shares.c};
 }
 
 __device__ void request(SlotWriter& writer, const Product& p) {
@@ -77,11 +80,11 @@ __device__ void request(SlotWriter& writer, const Product& p) {
   }
 }
 
-__device__ void request_weights(const StepArguments& a, SlotWriter writer) {
+__device__ void request_weights(const StepArguments& a, const Shares& shares, SlotWriter writer) {
   for (int l = 0;; ++l) {
 #pragma unroll 1
     for (int kind = 0; kind < kOperations; ++kind) {
-      if (kind != kAttention) request(writer, product(a, l, kind));
+      if (kind != kAttention) request(writer, product(a, shares, l, kind));
       if (l == a.L) return;
     }
   }
@@ -99,8 +102,9 @@ __device__ inline float bf16_rounded(float x) { return __bfloat162float(__float2
 template <int kChunks>
 class Step {
  public:
-  __device__ Step(const StepArguments& a, char* shared, const SlotReader& reader)
+  __device__ Step(const StepArguments& a, const Shares& shares, char* shared, const SlotReader& reader)
       : a_(a),
+        shares_(shares),
         reader_(reader),
         sums_(reinterpret_cast<float*>(shared)),
         item_(*reinterpret_cast<StepItem*>(shared + a.item_at)),
@@ -115,19 +119,16 @@ class Step {
   // Each kind of work stands here once: the code of a step that is laid out operation by operation does not fit the
   // instruction caches.
   __device__ void run() {
-    if (first_item() < a_.items_x * a_.items_y) prepare_item(item_, a_, first_item());
     embed();
     for (int l = 0;; ++l) {
 #pragma unroll 1
       for (int kind = 0; kind < kOperations; ++kind) {
-        const Product p = product(a_, l, kind);
+        const Product p = product(a_, shares_, l, kind);
         if (kind == kAttention) {
           attend<kChunks>(a_, item_, l, exchange_of(l), operation_, scratch_);
         } else {
           const StepWords& words = a_.words;
-          if (kind == kQkv && l < a_.L && first_item() < a_.items_x * a_.items_y) {
-            fetch_tiles(item_, a_.layers[l].k_cache, a_.layers[l].v_cache, a_.attention.D);
-          }
+          if (kind == kQkv && l < a_.L) fetch_ahead(l);
           if (kind == kO || kind == kDown) {
             take(kind == kO ? words.o : words.act, p.I, exchange_of(l));
           } else if (kind == kUp) {
@@ -145,7 +146,24 @@ class Step {
   }
 
  private:
-  __device__ static int first_item() { return static_cast<int>(blockIdx.x); }
+  // What layer l's attention reads of the cache, and the vectors of the next layer, come nearer: as far as the
+  // second-level cache.
+  __device__ void fetch_ahead(int l) {
+    if (l > 0 && static_cast<int>(blockIdx.x) < a_.items_x * a_.items_y) {
+      fetch_tiles(item_, a_.layers[l].k_cache, a_.layers[l].v_cache, a_.attention.D);
+    }
+    if (l + 1 >= a_.L) return;
+    const DecodeStepLayer& next = a_.layers[l + 1];
+    const int at = 32 * static_cast<int>(blockIdx.x * kThreads + threadIdx.x);  // 128 bytes
+    const auto fetch = [&](const float* p, int count) {
+      if (p != nullptr && at < count) asm volatile("prefetch.global.L2 [%0];" ::"l"(p + at));
+    };
+    fetch(next.norm1, a_.C);
+    fetch(next.norm2, a_.C);
+    fetch(next.qkv_b, a_.QKV);
+    fetch(next.q_norm, a_.attention.D);
+    fetch(next.k_norm, a_.attention.D);
+  }
   __device__ int row_stride(int I) const { return I + 8; }  // so that rows lie in other banks
 
   __device__ uint32_t exchange_of(int l) const {
@@ -164,12 +182,13 @@ class Step {
   // Stream += branch, which all blocks make together, where there is one; x_ = its norm.
   __device__ void normalize(const float* weights, const Word* branch, uint32_t exchange) {
     const NormWeights first({.weights = weights}, a_.C);
+#pragma unroll 1
     for (int n = 0; n < a_.N; ++n) {
       __nv_bfloat16 *const x = x_ + n * row_stride(a_.C), *const stream = stream_ + n * a_.C;
       if (branch != nullptr) receive_branch(x, branch + static_cast<int64_t>(n) * (a_.C / 2), exchange);
       if (n == 0) stamp(a_, operation_, 0, clock64());
       const DecodeNormArguments norm{stream, stream, branch == nullptr ? nullptr : x, weights, a_.eps};
-      normalize_rows(x, 0, norm, first, 0, 1, a_.C, true, barrier_);
+      normalize_rows<1>(x, 0, norm, first, 0, 1, a_.C, true, barrier_);
     }
     stamp(a_, operation_, 1, clock64());
   }
@@ -177,6 +196,7 @@ class Step {
   __device__ void receive_branch(__nv_bfloat16* x, const Word* from, uint32_t exchange) {
     constexpr int kAtOnce = 2;
     const int pieces = a_.C / 8;
+#pragma unroll 1
     for (int base = static_cast<int>(threadIdx.x); base < pieces; base += kAtOnce * kThreads) {
       WordPair pairs[2 * kAtOnce];
       const auto exists = [&](int i) { return base + i / 2 * kThreads < pieces; };
@@ -196,6 +216,7 @@ class Step {
   }
   // x_ = rows that all blocks make together.
   __device__ void take(const Word* from, int I, uint32_t exchange) {
+#pragma unroll 1
     for (int n = 0; n < a_.N; ++n) {
       __nv_bfloat16* const x = x_ + n * row_stride(I);
       receive_all<8>(from + static_cast<int64_t>(n) * (I / 2), I / 4, static_cast<int>(threadIdx.x), kThreads, exchange,
@@ -216,54 +237,100 @@ class Step {
     return total;
   }
 
-  // y (N, O) = x_ w^T + bias, this block's rows of w. Without words the logits.
+  // Where the loop over tiles and their parts of 1024 columns is.
+  struct Place {
+    int first, k0;  // of the tile's outputs, of the part's columns
+    __device__ void next(const Product& p) {
+      k0 += kSlotColumns;
+      if (k0 < p.I) return;
+      k0 = 0;
+      first += p.outputs_of_tile();
+    }
+  };
+  // A part as a lane finds it: its warp's 128 columns of its row of the tile's halves and of x.
+  class Part {
+   public:
+    // Waits until it has arrived.
+    __device__ Part(SlotReader& reader, const Product& p, const Place& place, const __nv_bfloat16* x, int column,
+                    int row, bool token, long long& starved)
+        : has_lower(p.lower(place.first) > 0), columns_(p.I - place.k0 - column), token_(token) {
+      const int at = row * kSlotPitch + 2 * column;
+      upper_ = reader.wait(0, starved) + at;
+      lower_ = has_lower ? reader.wait(1, starved) + at : upper_;
+      x_ = x + place.k0;
+    }
+    // Columns 32 i ... 32 i + 31.
+    __device__ void load(uint4& upper, uint4& lower, uint4& x, int i) const {
+      const bool exists = 32 * i < columns_;
+      const uint4 zero = make_uint4(0, 0, 0, 0);
+      upper = exists ? *reinterpret_cast<const uint4*>(upper_ + 64 * i) : zero;
+      lower = exists && has_lower ? *reinterpret_cast<const uint4*>(lower_ + 64 * i) : zero;
+      x = exists && token_ ? *reinterpret_cast<const uint4*>(x_ + 32 * i) : zero;
+    }
+    __device__ void release(SlotReader& reader) const {
+      reader.release();
+      if (has_lower) reader.release();
+    }
+    const bool has_lower;
+
+   private:
+    const int columns_;
+    const bool token_;
+    const char *upper_, *lower_;
+    const __nv_bfloat16* x_;
+  };
+
+  // y (N, O) = x_ w^T + bias, this block's rows of w. Without words the logits. Registers whose numbers have been
+  // multiplied take those of the next part, as long as no sums are joined in between.
   __device__ void multiply(const Product& p, Word* y, const float* bias, uint32_t exchange) {
-    const int I = p.I;
-    const __nv_bfloat16* const x = x_ + r_ * row_stride(I) + warp_ * 128 + 8 * c_;
+    const int column = warp_ * 128 + 8 * c_;
+    const __nv_bfloat16* const x = x_ + r_ * row_stride(p.I) + column;
+    const bool token = r_ < a_.N;
     SlotReader reader = reader_;
-    int tiles = 0, from = p.begin;  // whose sums wait
-    for (int first = p.begin; first < p.end; first += p.outputs_of_tile()) {
-      const bool lower = p.lower(first) > 0;
+    Place place{p.begin, 0};
+    int from = p.begin;  // whose sums wait, from this output on
+#pragma unroll 1
+    while (from < p.end) {
+      const int to = min(p.end, from + kTilesTogether * p.outputs_of_tile());
       float acc[4] = {};
-      for (int k0 = 0; k0 < I; k0 += kSlotColumns) add_part(acc, reader, x + k0, I - k0, lower);
-      keep(acc, tiles++);
-      if (tiles == kTilesTogether || first + p.outputs_of_tile() >= p.end) {
-        barrier_();
-        const int to = min(p.end, from + tiles * p.outputs_of_tile());
-        if (y == nullptr) {
-          finish_logits(p, from, to);
-        } else {
-          finish_rows(p, from, to, y, bias, exchange);
+      uint4 upper[4], lower[4], b[4];
+      const Part first(reader, p, place, x, column, r_, token, starved_);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) first.load(upper[i], lower[i], b[i], i);
+      first.release(reader);
+      int tile = 0;
+#pragma unroll 1
+      for (;;) {
+        place.next(p);
+        if (place.first >= to) break;
+        const Part next(reader, p, place, x, column, r_, token, starved_);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          mma_32(acc, upper[i], lower[i], b[i]);
+          next.load(upper[i], lower[i], b[i], i);
         }
-        half_ ^= 1;
-        tiles = 0;
-        from = first + p.outputs_of_tile();
+        next.release(reader);
+        if (place.k0 > 0) continue;
+        keep(acc, tile++);
+#pragma unroll
+        for (float& sum : acc) sum = 0.0f;
       }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) mma_32(acc, upper[i], lower[i], b[i]);
+      keep(acc, tile);
+      barrier_();
+      if (y == nullptr) {
+        finish_logits(p, from, to);
+      } else {
+        finish_rows(p, from, to, y, bias, exchange);
+      }
+      half_ ^= 1;
+      from = to;
     }
     reader_ = reader;
     stamp(a_, operation_, 2, clock64());
     stamp(a_, operation_, 3, starved_);
     starved_ = 0;
-  }
-  // Columns from k0 on of a tile: this warp's 128 of them. x: row r of x_, from this lane's column on.
-  __device__ void add_part(float (&acc)[4], SlotReader& reader, const __nv_bfloat16* x, int columns, bool lower) {
-    const uint4 zero = make_uint4(0, 0, 0, 0);
-    const int column = warp_ * 128 + 8 * c_;
-    const char* const at = reader.wait(0, starved_) + r_ * kSlotPitch + 2 * column;
-    const char* const at_lower = lower ? reader.wait(1, starved_) + r_ * kSlotPitch + 2 * column : at;
-    const bool token = r_ < a_.N;
-    uint4 w[4], w_lower[4], b[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const bool exists = column + 32 * i < columns;
-      w[i] = exists ? *reinterpret_cast<const uint4*>(at + 64 * i) : zero;
-      w_lower[i] = exists && lower ? *reinterpret_cast<const uint4*>(at_lower + 64 * i) : zero;
-      b[i] = exists && token ? *reinterpret_cast<const uint4*>(x + 32 * i) : zero;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) mma_32(acc, w[i], w_lower[i], b[i]);
-    reader.release();
-    if (lower) reader.release();
   }
   // A tile's sums to where the other threads find them. acc: rows r and r + 8, tokens 2c and 2c + 1.
   __device__ void keep(const float (&acc)[4], int tile) {
@@ -285,6 +352,7 @@ class Step {
   }
   __device__ void finish_rows(const Product& p, int begin, int end, Word* y, const float* bias, uint32_t exchange) {
     const int words = (end - begin) / 2;
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < words * a_.N; i += kThreads) {
       const int n = i / words, at = 2 * (i % words);
       const uint32_t pair = pack_bf16(output(p, n, begin, at, bias), output(p, n, begin, at + 1, bias));
@@ -293,6 +361,7 @@ class Step {
   }
   __device__ void finish_logits(const Product& p, int begin, int end) {
     const int count = end - begin;
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < count * a_.N; i += kThreads) {
       const int n = i / count, at = i % count;
       a_.logits[static_cast<int64_t>(n) * p.O + begin + at] = __float2bfloat16_rn(output(p, n, begin, at, nullptr));
@@ -300,6 +369,7 @@ class Step {
   }
 
   const StepArguments& a_;
+  const Shares& shares_;
   SlotReader reader_;
   float* const sums_;
   StepItem& item_;
@@ -317,15 +387,19 @@ class Step {
 template <int kChunks>
 __global__ void __launch_bounds__(kBlockThreads, 1) decode_step_kernel(const __grid_constant__ StepArguments a) {
   __shared__ SlotBarriers barriers;
+  __shared__ Shares shares;
   extern __shared__ uint4 memory[];
   char* const shared = reinterpret_cast<char*>(memory);
-  if (threadIdx.x == 0) init_slot_barriers(barriers, a.slots, kWarps);
+  if (threadIdx.x == 0) {
+    init_slot_barriers(barriers, a.slots, kWarps);
+    shares = {Product::share_of(a.QKV), Product::share_of(a.C), Product::share_of(a.F), Product::share_of(a.V)};
+  }
   __syncthreads();
   char* const slots = shared + a.slots_at;
   if (threadIdx.x >= kThreads) {
-    request_weights(a, SlotWriter(barriers, slots, a.slots, a.window, a.report));
+    request_weights(a, shares, SlotWriter(barriers, slots, a.slots, a.window, a.report));
   } else {
-    Step<kChunks>(a, shared, SlotReader(&barriers, slots, a.slots, a.report)).run();
+    Step<kChunks>(a, shares, shared, SlotReader(&barriers, slots, a.slots, a.report)).run();
     if (threadIdx.x == 0 && blockIdx.x == 0) ++*a.launches;  // all blocks have sent something, and so read it
   }
 }

@@ -116,6 +116,7 @@ __device__ void join_parts(AttendShared<kMaxD>& shared, const StepArguments& a, 
   const int64_t row = static_cast<int64_t>(item.sequence) * a.attention.H + item.first_head;
   const auto part = [&](int h, int split) { return a.words.parts + ((row + h) * splits + split) * (D + 2); };
   const int begin = count * item.split / active, end = count * (item.split + 1) / active;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < item.num_heads * active; i += kStepThreads) {
     WordPair pair[1];
     const int h = i / active, split = i % active;
@@ -124,11 +125,14 @@ __device__ void join_parts(AttendShared<kMaxD>& shared, const StepArguments& a, 
     shared.joint.ml[h][split] = make_float2(__uint_as_float(pair[0].data().x), __uint_as_float(pair[0].data().y));
   }
   barrier();
+#pragma unroll 1
   for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += kStepThreads) {
     const int h = 2 * i / D, d = 2 * i % D;
     const float2* const ml = shared.joint.ml[h];
     float max = ml[0].x, sum = 0.0f, x = 0.0f, y = 0.0f;
+#pragma unroll 1
     for (int split = 1; split < active; ++split) max = fmaxf(max, ml[split].x);
+#pragma unroll 1
     for (int first = 0; first < active; first += kAtOnce) {
       WordPair pairs[kAtOnce];
       const auto exists = [&](int k) { return first + k < active; };
@@ -157,6 +161,7 @@ __device__ void send_parts(AttendShared<kMaxD>& shared, const StepArguments& a, 
                            uint32_t exchange) {
   const int D = a.attention.D, count = item.num_heads * D;
   const int64_t row = static_cast<int64_t>(item.sequence) * a.attention.H + item.first_head;
+#pragma unroll 1
   for (int i = 4 * static_cast<int>(threadIdx.x); i < count; i += 4 * kStepThreads) {
     const int h = i / D, d = i % D;
     const JoinedWarps joined(shared.joint, h, d);
@@ -212,6 +217,7 @@ __device__ void attend_item(const StepArguments& a, const StepItem& s, const Dec
     q[j] = r < item.num_heads && d < D ? *reinterpret_cast<const uint4*>(shared.rows.q[r] + d) : make_uint4(0, 0, 0, 0);
   }
   AttentionState<kChunks, 1> state;
+#pragma unroll 1
   for (int tile = warp * kTile; item.begin + tile < item.end; tile += kSplitUnit) {
     const int position = item.begin + tile, ahead = tile + kSplitUnit;
     // The next tile's pieces go where this one's were.
@@ -231,26 +237,27 @@ __device__ void attend_item(const StepArguments& a, const StepItem& s, const Dec
 // Attention of the new tokens. scratch: shared memory that nobody else uses meanwhile. Where a block has more than one
 // item, all are sent before the first is joined, so that nobody waits for who waits for him.
 template <int kChunks>
-__device__ void attend(const StepArguments& a, StepItem& s, int l, uint32_t exchange, int operation, char* scratch) {
+__device__ __noinline__ void attend(const StepArguments& a, StepItem& s, int l, uint32_t exchange, int operation,
+                                    char* scratch) {
   const MultiplyBarrier barrier;
   const int items = a.items_x * a.items_y, first = static_cast<int>(blockIdx.x), step = static_cast<int>(gridDim.x);
   auto& shared = *reinterpret_cast<AttendShared<64 * kChunks>*>(scratch);
   const bool several = first + step < items;
 #pragma unroll 1
-  for (int i = first; i < items; i += step) {
-    if (several) prepare_item(s, a, i);
-    if (!s.exists()) continue;
-    attend_item<kChunks>(a, s, a.layers[l], exchange, operation, shared);
-    barrier();
-    send_parts(shared, a, s.item, exchange);
-    if (several) barrier();
-  }
+  for (const bool joins : {false, true}) {
 #pragma unroll 1
-  for (int i = first; i < items; i += step) {
-    if (several) prepare_item(s, a, i);
-    if (!s.exists()) continue;
-    join_parts(shared, a, s.item, exchange);
-    barrier();
+    for (int i = first; i < items; i += step) {
+      if (several || (l == 0 && !joins)) prepare_item(s, a, i);
+      if (!s.exists()) continue;
+      if (joins) {
+        join_parts(shared, a, s.item, exchange);
+        barrier();
+      } else {
+        attend_item<kChunks>(a, s, a.layers[l], exchange, operation, shared);
+        barrier();
+        send_parts(shared, a, s.item, exchange);
+      }
+    }
   }
   stamp(a, operation, 2, clock64());
 }

@@ -105,6 +105,7 @@ __device__ void rotate_rows(RotatedRows<kMaxD>& rows, const RotationOfLane<kMaxD
                             const PagedArguments& a, const DecodeItem& item, bool writes, Barrier barrier = {}) {
   const DecodeRotation& how = a.rotation;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll 1
   for (int h = warp; h < item.num_heads; h += kWarps) {
     rotation.turn(rows.q[h], raw.q + h * a.D, rotation.q_norm, how.eps, a.D);
   }

@@ -66,23 +66,23 @@ struct WordPair {
 };
 
 // Waits until the `kCount` pairs have come of which exists(i); at(i) is where. They may have been looked at before.
-// While they are missing, one of them alone is asked for again and again, so that those who wait do not crowd the
+// While some are missing, the first of them alone is asked for again and again, so that those who wait do not crowd the
 // memory.
 template <int kCount, class Exists, class At>
 __device__ inline void receive(WordPair (&pairs)[kCount], uint32_t exchange, unsigned* report, unsigned what,
                                const Exists& exists, const At& at) {
   Watchdog watchdog(report, what);
-  for (bool missing = true; missing;) {
-    missing = false;
+  for (;;) {
+    const Word* missing = nullptr;
+#pragma unroll
+    for (int i = kCount - 1; i >= 0; --i) {
+      if (exists(i) && !pairs[i].has(exchange)) missing = at(i);
+    }
+    if (missing == nullptr) return;
+    while (!WordPair::look(missing).has(exchange)) watchdog.look();
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      if (!exists(i) || pairs[i].has(exchange)) continue;
-      pairs[i] = WordPair::look(at(i));
-      while (!missing && !pairs[i].has(exchange)) {
-        watchdog.look();
-        pairs[i] = WordPair::look(at(i));
-      }
-      missing = true;
+      if (exists(i) && !pairs[i].has(exchange)) pairs[i] = WordPair::look(at(i));
     }
   }
 }
@@ -91,6 +91,7 @@ __device__ inline void receive(WordPair (&pairs)[kCount], uint32_t exchange, uns
 template <int kAtOnce, class Put>
 __device__ inline void receive_all(const Word* from, int count, int first, int step, uint32_t exchange,
                                    unsigned* report, unsigned what, const Put& put) {
+#pragma unroll 1
   for (int base = first; base < count; base += kAtOnce * step) {
     const auto exists = [&](int i) { return base + i * step < count; };
     const auto at = [&](int i) { return from + 2 * (base + i * step); };
