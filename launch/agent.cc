@@ -234,6 +234,7 @@ int Agent::run() {
     if (coordinator_ && !leaving_) coordinator_->tick();
     deliver_local();
   }
+  if (job_ && job_->clean_up && all_gone()) job_->clean_up();
   return exit_code_;
 }
 

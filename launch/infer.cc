@@ -1,9 +1,13 @@
 // infer: text from a checkpoint, and how well it predicts a text. One device, no ranks, no conversion step.
+#include <unistd.h>
+
 #include <CLI/CLI.hpp>
 #include <charconv>
+#include <cstdlib>
 
 #include "launch/exit_code.h"
 #include "launch/infer_commands.h"
+#include "launch/scheduling.h"
 
 namespace {
 
@@ -110,6 +114,10 @@ CLI::App* add_info(CLI::App& app, InfoOptions& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  // Once more with the environment that the kernels' threads want; where that cannot be, they spin.
+  if (limit_spinning([](const char* name) -> const char* { return std::getenv(name); })) {
+    ::execv("/proc/self/exe", argv);
+  }
   CLI::App app("Text from a Kintsugi checkpoint, and how well it predicts text");
   app.name("infer");
   app.footer(

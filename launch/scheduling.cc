@@ -10,6 +10,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <sstream>
 #include <string_view>
 
@@ -69,20 +70,26 @@ double parse_cpu_max(const std::string& text) {
   return error == std::errc() && end == quota.data() + quota.size() ? value / period : 0;
 }
 
-// The tightest limit of this process's cgroup (version 2) and those above it; 0: none.
-double cgroup_quota() {
+// The group's own limit; 0: none. Version 2 has one file, version 1 two.
+double group_quota(const std::string& folder, bool version_2) {
   FileSystem& fs = FileSystem::posix();
-  const Result<std::string> groups = fs.read_file("/proc/self/cgroup");
-  if (!groups.ok()) return 0;
-  const size_t begin = groups->find("0::/");
-  if (begin == std::string::npos) return 0;
-  std::string path = groups->substr(begin + 3, groups->find('\n', begin) - begin - 3);
+  if (version_2) {
+    const Result<std::string> limit = fs.read_file(folder + "/cpu.max");
+    return limit.ok() ? parse_cpu_max(*limit) : 0;
+  }
+  const Result<std::string> quota = fs.read_file(folder + "/cpu.cfs_quota_us");
+  const Result<std::string> period = fs.read_file(folder + "/cpu.cfs_period_us");
+  if (!quota.ok() || !period.ok() || quota->starts_with('-')) return 0;
+  return parse_cpu_max(*quota + " " + *period);
+}
+
+// The tightest limit of the group and its ancestors. Inside a container the mount point is the group, and its path
+// leads nowhere.
+double tightest_quota(const std::string& mount, std::string path, bool version_2) {
   double tightest = 0;
   while (true) {
-    if (const Result<std::string> limit = fs.read_file("/sys/fs/cgroup" + path + "/cpu.max"); limit.ok()) {
-      const double quota = parse_cpu_max(*limit);
-      if (quota > 0 && (tightest == 0 || quota < tightest)) tightest = quota;
-    }
+    const double quota = group_quota(mount + path, version_2);
+    if (quota > 0 && (tightest == 0 || quota < tightest)) tightest = quota;
     if (path.empty() || path == "/") return tightest;
     path.resize(path.rfind('/'));
   }
@@ -123,7 +130,7 @@ CpuShare take_cpu_share(const RankFacts& facts, const Environment& environment) 
     share.note = fmt::format("bound to CPU {} as asked of mpirun", cpu_list(own));
   }
   share.num_cpus = std::max(1, CPU_COUNT(&own));
-  share.quota = cgroup_quota();
+  share.quota = cgroup_cpu_quota("");
   const char* omp = environment("OMP_NUM_THREADS");
   share.num_threads = threads_per_rank(share.num_cpus, share.quota, sharing, omp);
   if (!share.note.empty()) share.note += "\n";
@@ -132,6 +139,29 @@ CpuShare take_cpu_share(const RankFacts& facts, const Environment& environment) 
                             share.quota > 0 ? fmt::format(", a quota of {:.2f}", share.quota) : "", facts.local_size,
                             facts.local_size == 1 ? "" : "s", omp != nullptr ? "; OMP_NUM_THREADS says so" : "");
   return share;
+}
+
+double cgroup_cpu_quota(const std::string& root) {
+  const Result<std::string> groups = FileSystem::posix().read_file(root + "/proc/self/cgroup");
+  if (!groups.ok()) return 0;
+  std::istringstream lines(*groups);
+  double tightest = 0;
+  for (std::string line; std::getline(lines, line);) {  // "0::/path", or "4:cpu,cpuacct:/path"
+    const size_t controllers = line.find(':') + 1, path = line.find(':', controllers) + 1;
+    if (controllers == 0 || path == 0) continue;
+    const bool version_2 = path == controllers + 1;
+    const std::string names = "," + line.substr(controllers, path - controllers - 1) + ",";
+    if (!version_2 && names.find(",cpu,") == std::string::npos) continue;
+    const double quota =
+        tightest_quota(root + (version_2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/cpu"), line.substr(path), version_2);
+    if (quota > 0 && (tightest == 0 || quota < tightest)) tightest = quota;
+  }
+  return tightest;
+}
+
+bool limit_spinning(const Environment& environment) {
+  if (environment("OMP_WAIT_POLICY") != nullptr || environment("GOMP_SPINCOUNT") != nullptr) return false;
+  return ::setenv("GOMP_SPINCOUNT", "10000", /*overwrite=*/1) == 0;
 }
 
 void make_thread_urgent() {

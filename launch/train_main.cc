@@ -110,6 +110,10 @@ Result<JobOpening> open_job(const TrainOptions& options, const AgentConfig& agen
   }
   opening.publish = [console = std::shared_ptr<StepConsole>(std::move(console))](
                         std::string_view topic, std::string_view payload) { console->publish(topic, payload); };
+  opening.clean_up = [dir = folder.checkpoint_dir] {
+    const Status removed = checkpoint::remove_stale(FileSystem::posix(), dir);
+    if (!removed.ok()) log().warn("{}", removed.message());
+  };
   opening.keeps_alive = std::make_shared<UniqueFd>(std::move(folder.lock));
   return opening;
 }
@@ -211,10 +215,7 @@ int agent_main(int argc, char** argv) {
   // For every thread of every child: OpenMP keeps the number per thread, and a spare is made on one and trains on
   // another.
   ::setenv("OMP_NUM_THREADS", std::to_string(cpus.num_threads).c_str(), /*overwrite=*/1);
-  // A thread that waits for its team spins for milliseconds by libgomp's own choice. On a machine with other work that
-  // is the time that the rest of the team waits for: steps of 3 ms took 5 s beside two busy processes on two cores, and
-  // take 70 ms with some 25 us of spinning.
-  if (environment("OMP_WAIT_POLICY") == nullptr) ::setenv("GOMP_SPINCOUNT", "10000", /*overwrite=*/0);
+  limit_spinning(environment);
   const Result<AgentConfig> config = configure(options, std::max(1, facts->world_size));
   return run_agent({.facts = *facts,
                     .environment = environment,

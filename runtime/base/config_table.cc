@@ -1,16 +1,18 @@
 #include "runtime/base/config_table.h"
 
 #include <fmt/format.h>
+#include <toml++/toml.h>
 
 #include <algorithm>
 #include <optional>
 #include <sstream>
-#include <toml++/toml.h>
 
 #include "runtime/base/file_system.h"
 
 namespace kintsugi {
 namespace {
+
+constexpr const char* kAssignment = "--set ";
 
 template <class... Ts>
 struct Overloaded : Ts... {
@@ -48,10 +50,10 @@ std::string number(double v) {
 }
 
 std::string to_text(const ConfigTable::Scalar& v) {
-  return std::visit(Overloaded{[](bool b) { return std::string(b ? "true" : "false"); },
-                               [](int64_t i) { return std::to_string(i); }, [](double d) { return number(d); },
-                               [](const std::string& s) { return quoted(s); }},
-                    v);
+  return std::visit(
+      Overloaded{[](bool b) { return std::string(b ? "true" : "false"); }, [](int64_t i) { return std::to_string(i); },
+                 [](double d) { return number(d); }, [](const std::string& s) { return quoted(s); }},
+      v);
 }
 
 template <class T, class F>
@@ -62,14 +64,17 @@ std::string list_text(const std::vector<T>& items, F&& one) {
 }
 
 std::string to_text(const ConfigTable::Field& f) {
-  return std::visit(
-      Overloaded{[](const bool* v) { return to_text(ConfigTable::Scalar(*v)); },
-                 [](const int64_t* v) { return to_text(ConfigTable::Scalar(*v)); },
-                 [](const double* v) { return to_text(ConfigTable::Scalar(*v)); },
-                 [](const std::string* v) { return to_text(ConfigTable::Scalar(*v)); },
-                 [](const std::vector<int64_t>* v) { return list_text(*v, [](int64_t i) { return std::to_string(i); }); },
-                 [](const std::vector<std::string>* v) { return list_text(*v, [](const std::string& s) { return quoted(s); }); }},
-      f);
+  return std::visit(Overloaded{[](const bool* v) { return to_text(ConfigTable::Scalar(*v)); },
+                               [](const int64_t* v) { return to_text(ConfigTable::Scalar(*v)); },
+                               [](const double* v) { return to_text(ConfigTable::Scalar(*v)); },
+                               [](const std::string* v) { return to_text(ConfigTable::Scalar(*v)); },
+                               [](const std::vector<int64_t>* v) {
+                                 return list_text(*v, [](int64_t i) { return std::to_string(i); });
+                               },
+                               [](const std::vector<std::string>* v) {
+                                 return list_text(*v, [](const std::string& s) { return quoted(s); });
+                               }},
+                    f);
 }
 
 std::string rows_text(const std::vector<ConfigTable::Row>& rows) {
@@ -94,6 +99,11 @@ bool is_toml_value(const std::string& text) {
   } catch (const toml::parse_error&) {
     return false;
   }
+}
+
+// "run.toml:3"; an assignment of the command line has but one line.
+std::string place(const std::string& origin, const toml::source_region& source) {
+  return origin.starts_with(kAssignment) ? origin : fmt::format("{}:{}", origin, source.begin.line);
 }
 
 std::string node_text(const toml::node& node) {
@@ -149,7 +159,7 @@ struct ConfigTable::Loader {
   }
 
   std::string where(const toml::node& node, const std::string& path) const {
-    return fmt::format("{}:{}: {}", origin, node.source().begin.line, path);
+    return fmt::format("{}: {}", place(origin, node.source()), path);
   }
 
   Result<std::vector<Row>> rows_of(const Entry& entry, const toml::node& node) const {
@@ -164,11 +174,16 @@ struct ConfigTable::Loader {
           return invalid_argument(fmt::format("{}: unknown key '{}'; allowed: {}", where(value, entry.path), name,
                                               fmt::join(entry.row_keys, ", ")));
         }
-        if (value.is_boolean()) row[name] = **value.as_boolean();
-        else if (value.is_integer()) row[name] = **value.as_integer();
-        else if (value.is_floating_point()) row[name] = **value.as_floating_point();
-        else if (value.is_string()) row[name] = **value.as_string();
-        else return invalid_argument(where(value, entry.path) + "." + name + " must be a scalar");
+        if (value.is_boolean())
+          row[name] = **value.as_boolean();
+        else if (value.is_integer())
+          row[name] = **value.as_integer();
+        else if (value.is_floating_point())
+          row[name] = **value.as_floating_point();
+        else if (value.is_string())
+          row[name] = **value.as_string();
+        else
+          return invalid_argument(where(value, entry.path) + "." + name + " must be a scalar");
       }
     }
     return rows;
@@ -251,7 +266,7 @@ Status ConfigTable::load_text(std::string_view text, const std::string& origin) 
     loader.commit();
     return ok_status();
   } catch (const toml::parse_error& e) {
-    return invalid_argument(fmt::format("{}:{}: {}", origin, e.source().begin.line, e.description()));
+    return invalid_argument(fmt::format("{}: {}", place(origin, e.source()), e.description()));
   }
 }
 
@@ -262,7 +277,7 @@ Status ConfigTable::set(std::string_view assignment) {
   }
   const std::string key(assignment.substr(0, eq));
   const std::string value(assignment.substr(eq + 1));
-  const std::string origin = "--set " + std::string(assignment);
+  const std::string origin = kAssignment + std::string(assignment);
   const Entry* entry = find(key);
   if (entry == nullptr) return unknown_key(origin + ": " + key, key);  // before its value, which may be no TOML
   const bool wants_text = entry->rows == nullptr && std::holds_alternative<std::string*>(entry->field);
@@ -300,7 +315,8 @@ std::string ConfigTable::to_toml() const {
     if (!section.empty()) out += (out.empty() ? "[" : "\n[") + section + "]\n";
     for (const Entry& e : entries_) {
       if (section_of(e) != section) continue;
-      out += e.path.substr(section.empty() ? 0 : section.size() + 1) + " = " + (e.rows != nullptr ? rows_text(*e.rows) : to_text(e.field)) + "\n";
+      out += e.path.substr(section.empty() ? 0 : section.size() + 1) + " = " +
+             (e.rows != nullptr ? rows_text(*e.rows) : to_text(e.field)) + "\n";
     }
   }
   return out;

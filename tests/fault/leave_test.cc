@@ -1,6 +1,7 @@
 // How jobs end: when they are asked to, when everything is killed, and how they go on afterwards.
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/mount.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -201,6 +202,54 @@ TEST(SaveTest, ASaveThatIsGivenUpLeavesNoFiles) {
   EXPECT_TRUE(job.wait_until(is_clean)) << job.output();
   EXPECT_TRUE(job.wait().all(1)) << "the newest state is not on disk, and the exit code says so\n" << job.output();
   EXPECT_TRUE(is_clean());
+}
+
+// A file system of its own that room is made on later.
+class SmallDisk {
+ public:
+  explicit SmallDisk(std::string path) : path_(std::move(path)) {
+    std::filesystem::create_directories(path_);
+    mounted_ = mount("size=1500k", 0);
+  }
+  ~SmallDisk() {
+    if (mounted_) ::umount2(path_.c_str(), MNT_DETACH);
+  }
+  bool mounted() const { return mounted_; }
+  bool enlarge() { return mount("size=64m", MS_REMOUNT); }
+
+ private:
+  bool mount(const char* size, unsigned long flags) {
+    return ::mount("tmpfs", path_.c_str(), "tmpfs", flags, size) == 0;
+  }
+  std::string path_;
+  bool mounted_ = false;
+};
+
+TEST(SaveTest, AFullDiskIsToldTheOlderCheckpointStaysAndTheRunResumesWhenThereIsRoom) {
+  Workspace w;
+  SmallDisk disk(w.path("small"));
+  if (!disk.mounted()) GTEST_SKIP() << "mounting a small tmpfs needs the right to";
+  const std::string expected = undisturbed_digest(w, 3, {});
+  std::filesystem::create_directories(w.path("small/out"));
+  std::filesystem::create_directory_symlink(w.path("small/out"), w.path("out"));  // its output lies beside it
+  TrainJob first(w, "out", {.arguments = {"--set", "training.steps=10", "--set", "training.schedule_steps=40"}});
+  ASSERT_TRUE(first.wait().all(0)) << first.output();
+
+  TrainJob full(w, "out", {.arguments = {"--resume", "--set", "checkpoint.every=0"}});
+  EXPECT_TRUE(full.wait().all(1)) << "the newest state is not on disk, and the exit code says so\n" << full.output();
+  EXPECT_EQ(full.last_step(), 40);
+  EXPECT_TRUE(full.says("warning: step 40 was not saved: " + full.out_dir())) << full.output();
+  EXPECT_TRUE(full.says("No space left on device"));
+  for (const auto& entry : std::filesystem::directory_iterator(full.out_dir() + "/checkpoint")) {
+    EXPECT_EQ(entry.path().filename().string().find("partial"), std::string::npos)
+        << entry.path() << " takes room and serves nobody";
+  }
+
+  ASSERT_TRUE(disk.enlarge());
+  TrainJob resumed(w, "out", {.arguments = {"--resume"}});
+  ASSERT_TRUE(resumed.wait().all(0)) << resumed.output();
+  EXPECT_TRUE(resumed.says("resuming from step 10")) << resumed.output();
+  EXPECT_EQ(resumed.digest(), expected);
 }
 
 TEST(ResumeTest, ACheckpointWhoseBytesRottedIsPassedOverForTheOneBefore) {

@@ -2,7 +2,10 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <filesystem>
+#include <fstream>
 #include <map>
 #include <string>
 
@@ -188,6 +191,44 @@ TEST(ThreadsTest, CpusAndQuotaAreDividedByTheRanksThatShareThem) {
   EXPECT_EQ(threads_per_rank(2, 0, 1, nullptr), 2);
   EXPECT_EQ(threads_per_rank(16, 0.5, 1, nullptr), 1);
   EXPECT_EQ(threads_per_rank(16, 6.5, 2, nullptr), 3);
+}
+
+TEST(ThreadsTest, TheQuotaIsTheTightestOfBothVersionsAndAllAncestors) {
+  const std::filesystem::path root =
+      std::filesystem::path(testing::TempDir()) / ("ktg_quota_" + std::to_string(::getpid()));
+  const auto write = [&](const std::string& path, const std::string& text) {
+    std::filesystem::create_directories((root / path).parent_path());
+    std::ofstream(root / path) << text;
+  };
+  EXPECT_EQ(cgroup_cpu_quota(root), 0) << "a machine without control groups";
+  write("proc/self/cgroup", "7:cpuset:/x\n4:cpu,cpuacct:/job/step\n0::/\n");
+  EXPECT_EQ(cgroup_cpu_quota(root), 0);
+  write("sys/fs/cgroup/cpu/job/step/cpu.cfs_quota_us", "-1\n");
+  write("sys/fs/cgroup/cpu/job/step/cpu.cfs_period_us", "100000\n");
+  EXPECT_EQ(cgroup_cpu_quota(root), 0) << "-1: no limit";
+  write("sys/fs/cgroup/cpu/job/cpu.cfs_quota_us", "150000\n");
+  write("sys/fs/cgroup/cpu/job/cpu.cfs_period_us", "100000\n");
+  EXPECT_EQ(cgroup_cpu_quota(root), 1.5) << "the ancestor's";
+  write("sys/fs/cgroup/cpu/job/step/cpu.cfs_quota_us", "50000\n");
+  EXPECT_EQ(cgroup_cpu_quota(root), 0.5);
+  write("proc/self/cgroup", "4:cpu,cpuacct:/nowhere/here\n");
+  write("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "200000\n");
+  write("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n");
+  EXPECT_EQ(cgroup_cpu_quota(root), 2) << "inside a container";
+  write("proc/self/cgroup", "0::/a/b\n");
+  write("sys/fs/cgroup/a/cpu.max", "25000 100000\n");
+  write("sys/fs/cgroup/a/b/cpu.max", "max 100000\n");
+  EXPECT_EQ(cgroup_cpu_quota(root), 0.25);
+  std::filesystem::remove_all(root);
+}
+
+TEST(ThreadsTest, SpinningIsLimitedOnceUnlessTheUserSaysHow) {
+  EXPECT_FALSE(limit_spinning(environment_of({{"OMP_WAIT_POLICY", "passive"}})));
+  EXPECT_FALSE(limit_spinning(environment_of({{"GOMP_SPINCOUNT", "7"}})));
+  ::unsetenv("GOMP_SPINCOUNT");
+  EXPECT_TRUE(limit_spinning(environment_of({})));
+  EXPECT_STREQ(::getenv("GOMP_SPINCOUNT"), "10000");
+  EXPECT_FALSE(limit_spinning([](const char* name) -> const char* { return ::getenv(name); }));
 }
 
 TEST(ThreadsTest, OmpNumThreadsWins) {

@@ -70,6 +70,8 @@ TEST(ConfigTableTest, ABareWordOfASetIsTakenAsAStringAndWhatIsWantedIsSaid) {
   ConfigTable t = bind(s);
   EXPECT_THAT(t.set("training.steps=abc").message(),
               AllOf(HasSubstr("training.steps"), HasSubstr("abc"), HasSubstr("must be an integer")));
+  EXPECT_EQ(t.set("training.steps=abc").message(),
+            "--set training.steps=abc: training.steps = 'abc': must be an integer");
   EXPECT_THAT(t.set("training.steps=").message(), HasSubstr("must be an integer"));
   EXPECT_THAT(t.set("training.steps=5 6").message(), HasSubstr("must be an integer"));
   EXPECT_THAT(t.set("optimizer.lr=fast").message(), HasSubstr("must be a number"));
@@ -108,7 +110,8 @@ TEST(ConfigTableTest, RowsParseAndRefuseUnknownKeys) {
 TEST(ConfigTableTest, ResolvedTomlReadsBackToTheSameValues) {
   Settings a;
   ConfigTable ta = bind(a);
-  ASSERT_TRUE(ta.load_text("data.train = ['quote\"d', 'é 漢']\noptimizer.lr = 3e-4\nfault.kill=[{rank=1,step=2}]", "x").ok());
+  ASSERT_TRUE(
+      ta.load_text("data.train = ['quote\"d', 'é 漢']\noptimizer.lr = 3e-4\nfault.kill=[{rank=1,step=2}]", "x").ok());
   Settings b;
   ConfigTable tb = bind(b);
   const Status status = tb.load_text(ta.to_toml(), "resolved");
