@@ -5,7 +5,8 @@
 // Shapes are those of decode_bench_gpu, random weights, context 1,024. The launch is recorded as a graph; median of 15
 // replays by events after 3. "% of floor" as in decode_bench_gpu. The table: clocks of the first block's multiprocessor
 // turned into microseconds, by operation, median over the layers: waiting for the other blocks, making the inputs,
-// the product (attention: all of it), and the part of the product's time in which its weights had not arrived.
+// the product (attention: all of it), and the part of the product's time in which its weights had not arrived (of
+// attention's, until the block's part was sent).
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
@@ -190,10 +191,11 @@ void show_stamps(const std::vector<long long>& stamps, int64_t L, double ms) {
       wait.push_back((at(i, 0) - at(i - 1, 2)) * us_per_clock);
       input.push_back((at(i, 1) - at(i, 0)) * us_per_clock);
       product.push_back((at(i, 2) - at(i, 1)) * us_per_clock);
-      starved.push_back(kind == 1 ? 0.0 : at(i, 3) * us_per_clock);
+      starved.push_back((kind == 1 ? at(i, 3) - at(i, 1) : at(i, 3)) * us_per_clock);
     }
-    fmt::print("    {:<10} wait {:6.2f}  inputs {:6.2f}  product {:6.2f}, of it without weights {:6.2f} us\n",
-               kNames[static_cast<size_t>(kind)], median(wait), median(input), median(product), median(starved));
+    fmt::print("    {:<10} wait {:6.2f}  inputs {:6.2f}  product {:6.2f}, of it {} {:6.2f} us\n",
+               kNames[static_cast<size_t>(kind)], median(wait), median(input), median(product),
+               kind == 1 ? "until parts are sent" : "without weights", median(starved));
     sum += median(wait) + median(input) + median(product);
   }
   fmt::print("    layer {:.2f} us; head: wait {:.2f} inputs {:.2f} product {:.2f} without weights {:.2f}; {:.2f} GHz\n",

@@ -14,8 +14,8 @@ struct DecodeStepTuning {
   int window = 0;     // slots of weights on their way at a time; 0: as measured best
   int max_slots = 0;  // 0: as many as fit
   // Of kStepStamps numbers an operation (5 a layer, and the head's), clocks of the first block's multiprocessor: the
-  // operation's inputs have come; are normalised or turned; product done; of that, clocks spent waiting for weights.
-  // Null: none.
+  // operation's inputs have come; are normalised or turned; product done; of that, clocks spent waiting for weights
+  // (attention: parts sent). Null: none.
   long long* stamps = nullptr;
   unsigned* report = nullptr;  // host memory: what was waited for in vain (words.cuh)
 };

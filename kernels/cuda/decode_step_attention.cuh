@@ -1,8 +1,8 @@
 // Attention of a step that is one launch. Internal to kernels/cuda.
 //
 // The items are those of paged_decode.cuh, one of its warps being two here where the values have two chunks of columns.
-// The first tile of keys and values is on its way into registers before the new token's rows have come. Of a sequence
-// that is split, each block sends its part and joins a slice of the output, in the order of join_splits().
+// The first two tiles of keys and values are on their way into registers before the new token's rows have come. Of a
+// sequence that is split, each block sends its part and joins a slice of the output, in the order of join_splits().
 #pragma once
 
 #include "kernels/cuda/decode_step_arguments.cuh"
@@ -109,39 +109,44 @@ __device__ void receive_raw(AttendShared<kMaxD>& shared, const StepArguments& a,
 template <int kMaxD>
 __device__ void join_parts(AttendShared<kMaxD>& shared, const StepArguments& a, const DecodeItem& item,
                            uint32_t exchange) {
-  constexpr int kAtOnce = 8;
+  constexpr int kAtOnce = 10;  // parts of a context of some 1,200 positions
   if (item.active == 1 || item.split >= item.active) return;
   const MultiplyBarrier barrier;
   const int D = a.attention.D, splits = a.attention.splits, active = item.active, count = item.num_heads * D / 2;
   const int64_t row = static_cast<int64_t>(item.sequence) * a.attention.H + item.first_head;
   const auto part = [&](int h, int split) { return a.words.parts + ((row + h) * splits + split) * (D + 2); };
   const int begin = count * item.split / active, end = count * (item.split + 1) / active;
+  WordPair pairs[kAtOnce];
+  const auto look = [&](const Word* from, int first) {
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (first + k < active) pairs[k] = WordPair::look(from + (first + k) * (D + 2));
+    }
+  };
+  int i = begin + static_cast<int>(threadIdx.x), h = 2 * i / D, d = 2 * i % D;
+  if (i < end) look(part(h, 0) + d, 0);
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < item.num_heads * active; i += kStepThreads) {
+  for (int j = static_cast<int>(threadIdx.x); j < item.num_heads * active; j += kStepThreads) {
     WordPair pair[1];
-    const int h = i / active, split = i % active;
+    const Word* const from = part(j / active, j % active) + D;
     receive(
-        pair, exchange, a.report, kWaitSums, [](int) { return true; }, [&](int) { return part(h, split) + D; });
-    shared.joint.ml[h][split] = make_float2(__uint_as_float(pair[0].data().x), __uint_as_float(pair[0].data().y));
+        pair, exchange, a.report, kWaitSums, [](int) { return true; }, [&](int) { return from; });
+    shared.joint.ml[j / active][j % active] =
+        make_float2(__uint_as_float(pair[0].data().x), __uint_as_float(pair[0].data().y));
   }
   barrier();
 #pragma unroll 1
-  for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += kStepThreads) {
-    const int h = 2 * i / D, d = 2 * i % D;
+  while (i < end) {
     const float2* const ml = shared.joint.ml[h];
+    const Word* const from = part(h, 0) + d;
     float max = ml[0].x, sum = 0.0f, x = 0.0f, y = 0.0f;
 #pragma unroll 1
     for (int split = 1; split < active; ++split) max = fmaxf(max, ml[split].x);
 #pragma unroll 1
     for (int first = 0; first < active; first += kAtOnce) {
-      WordPair pairs[kAtOnce];
+      if (first > 0) look(from, first);
       const auto exists = [&](int k) { return first + k < active; };
-      const auto at = [&](int k) { return part(h, first + k) + d; };
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        if (exists(k)) pairs[k] = WordPair::look(at(k));
-      }
-      receive(pairs, exchange, a.report, kWaitParts, exists, at);
+      receive(pairs, exchange, a.report, kWaitParts, exists, [&](int k) { return from + (first + k) * (D + 2); });
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
         if (!exists(k)) continue;
@@ -152,6 +157,9 @@ __device__ void join_parts(AttendShared<kMaxD>& shared, const StepArguments& a, 
       }
     }
     send_output(a, (row + h) * D + d, x, y, sum, exchange);
+    i += kStepThreads;
+    h = 2 * i / D, d = 2 * i % D;
+    if (i < end) look(part(h, 0) + d, 0);
   }
 }
 
@@ -191,11 +199,13 @@ __device__ void attend_item(const StepArguments& a, const StepItem& s, const Dec
             chunk = static_cast<int>(threadIdx.x) / 32 / kDecodeWarps;  // of the values
   const int lane = static_cast<int>(threadIdx.x) % 32, r = lane / 4, c = lane % 4, D = a.attention.D;
   const DecodeItem& item = s.item;
-  StepTile<kChunks> t;
+  StepTile<kChunks> even, odd;
   if (chunk < kChunks) {
-    const int64_t row = s.rows[warp * kTile + lane % kTile];
-    t.load_keys(layer.k_cache, row, D);
-    t.load_values(layer.v_cache, row, chunk, D);
+    const int64_t row = s.rows[warp * kTile + lane % kTile], ahead = s.rows[kSplitUnit + warp * kTile + lane % kTile];
+    even.load_keys(layer.k_cache, row, D);
+    odd.load_keys(layer.k_cache, ahead, D);
+    even.load_values(layer.v_cache, row, chunk, D);
+    odd.load_values(layer.v_cache, ahead, chunk, D);
   }
   PagedArguments paged = a.attention;
   paged.k_cache = layer.k_cache;
@@ -217,19 +227,23 @@ __device__ void attend_item(const StepArguments& a, const StepItem& s, const Dec
     q[j] = r < item.num_heads && d < D ? *reinterpret_cast<const uint4*>(shared.rows.q[r] + d) : make_uint4(0, 0, 0, 0);
   }
   AttentionState<kChunks, 1> state;
-#pragma unroll 1
-  for (int tile = warp * kTile; item.begin + tile < item.end; tile += kSplitUnit) {
-    const int position = item.begin + tile, ahead = tile + kSplitUnit;
-    // The next tile's pieces go where this one's were.
-    const int64_t row =
-        ahead < 2 * kSplitUnit ? s.rows[ahead + lane % kTile] : row_at(paged, s, item.begin + ahead + lane % kTile);
+  const auto add = [&](StepTile<kChunks>& t, int position) {
     const bool is_new = s.new_token >= position && s.new_token < position + kTile;
     if (is_new) insert_new_key<kChunks>(t.k, shared.rows, s.new_token - position, D);
     state.add_keys(t.k, q, position, item.end, paged.scale_log2);
-    t.load_keys(layer.k_cache, row, D);
     if (is_new) insert_new_value(t.v, shared.rows, s.new_token - position, D, chunk);
     state.add_values(t.v);
-    t.load_values(layer.v_cache, row, chunk, D);
+  };
+#pragma unroll 1
+  for (int position = item.begin + warp * kTile; position < item.end;) {
+    add(even, position);
+    position += kSplitUnit;
+    if (position < item.end) {  // the other tile's turn, and the one after it on its way
+      even = odd;
+      const int64_t row = row_at(paged, s, position + kSplitUnit + lane % kTile);
+      odd.load_keys(layer.k_cache, row, D);
+      odd.load_values(layer.v_cache, row, chunk, D);
+    }
   }
   state.leave(shared.joint, warp, chunk);
 }
@@ -256,6 +270,7 @@ __device__ __noinline__ void attend(const StepArguments& a, StepItem& s, int l, 
         attend_item<kChunks>(a, s, a.layers[l], exchange, operation, shared);
         barrier();
         send_parts(shared, a, s.item, exchange);
+        stamp(a, operation, 3, clock64());
       }
     }
   }

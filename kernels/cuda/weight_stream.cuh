@@ -28,7 +28,20 @@ struct SlotBarriers {
 
 __device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-// Whether the phase of this parity has ended; waits a little.
+// Whether the phase of this parity has ended: at once; or waiting a little.
+__device__ inline bool phase_ended_now(const uint64_t* barrier, uint32_t parity) {
+  uint32_t ended;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(ended)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return ended != 0;
+}
 __device__ inline bool phase_ended(const uint64_t* barrier, uint32_t parity) {
   uint32_t ended;
   asm volatile(
@@ -124,7 +137,7 @@ class SlotReader {
   __device__ const char* wait(int ahead, long long& starved) const {
     SlotCursor at = at_;
     if (ahead != 0) at.next(count_);
-    if (!phase_ended(&barriers_->full[at.slot], at.parity)) {
+    if (!phase_ended_now(&barriers_->full[at.slot], at.parity)) {
       const long long before = clock64();
       wait_for_phase(&barriers_->full[at.slot], at.parity, report_, 4);
       starved += clock64() - before;
