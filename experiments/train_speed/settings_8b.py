@@ -37,6 +37,17 @@ def read_steps(path):
         return [json.loads(line) for line in f if line.endswith("\n")]
 
 
+def await_free_device():
+    """The worker ends after its agent, and tearing down what it holds takes seconds."""
+    deadline = time.monotonic() + 60
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    while time.monotonic() < deadline:
+        used = subprocess.run(query, capture_output=True, text=True).stdout.split()
+        if used and float(used[0]) < 4096:
+            return
+        time.sleep(0.5)
+
+
 def run(args, name, folder):
     out, log = os.path.join(folder, "run"), os.path.join(folder, "output")
     command = [os.path.join(args.bin, "train"), os.path.join(HERE, "configs/8b_full.toml"), "--out", out, "--set", "device=cuda"]
@@ -56,12 +67,13 @@ def run(args, name, folder):
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait()
+            await_free_device()
     text = open(log, errors="replace").read()
     steps = read_steps(os.path.join(out, "metrics.jsonl"))
     if len(steps) <= args.warm_up:
         return {"setting": name, "error": text.strip()[-600:] or "no step in time", "steps": len(steps)}
-    planned = re.search(r"total, GPU\s+[\d.]+ MiB\s+(\d+) bytes", text)
-    host = re.search(r"total, host\s+[\d.]+ MiB\s+(\d+) bytes", text)
+    # The agent prints what it knows first, the worker the whole plan.
+    planned, host = (re.findall(rf"total, {place}\s+[\d.]+ MiB\s+(\d+) bytes", text) for place in ("GPU", "host"))
     timed = steps[args.warm_up:args.steps]
     return {
         "setting": name,
@@ -69,9 +81,9 @@ def run(args, name, folder):
         "tokens_per_second": statistics.median(s["throughput(tps)"] for s in timed),
         "step_s": statistics.median(s["time_metrics/end_to_end(s)"] for s in timed),
         "mfu_percent": statistics.median(s.get("mfu(%)", 0) for s in timed),
-        "planned_gib": int(planned.group(1)) / 2**30 if planned else None,
+        "planned_gib": int(planned[-1]) / 2**30 if planned else None,
         "used_gib": timed[-1]["memory/max_active(GiB)"],
-        "host_gib": int(host.group(1)) / 2**30 if host else None,
+        "host_gib": int(host[-1]) / 2**30 if host else None,
         "start_s": first,
         "losses": [s["loss_metrics/global_avg_loss"] for s in steps],
         "steps": len(steps),
