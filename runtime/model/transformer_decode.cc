@@ -99,7 +99,7 @@ kernels::DecodeStep TransformerImpl::decode_step_sizes(const Pass& pass) const {
 }
 
 bool TransformerImpl::decodes_in_one_launch(const Pass& pass, const UnitAccess& access) const {
-  return a_.step_workspace != nullptr && access.stays_valid() && k_.decode_layer->step_applies(decode_step_sizes(pass));
+  return a_.step_workspace != nullptr && pass.N() <= kOneLaunchRows && access.stays_valid() && k_.decode_layer->step_applies(decode_step_sizes(pass));
 }
 
 Status TransformerImpl::decode_in_one_launch(void* logits, const Pass& pass, UnitAccess& access, Stream& stream) {

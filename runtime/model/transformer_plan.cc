@@ -60,7 +60,7 @@ int64_t step_workspace_bytes(const ModelConfig& config, const TransformerOptions
   }
   kernels::DecodeStep sizes{};
   sizes.L = config.num_layers, sizes.C = config.dim, sizes.F = config.ffn_dim, sizes.V = config.vocab_size;
-  sizes.shape = paged_shape(config, options.max_decode, options.max_seq_len);
+  sizes.shape = paged_shape(config, std::min(options.max_decode, kOneLaunchRows), options.max_seq_len);
   return kernels.decode_layer->step_workspace_bytes(sizes);
 }
 

@@ -62,6 +62,10 @@ struct Activations {
 // costs the product less than that; an H200 takes 40 us less a block then, and a little more from rows of 1,600 on.
 inline bool adds_in_products(const ModelConfig& config) { return config.dim <= 1024; }
 
+// Up to so many sequences a decode step is made by one launch, where the options want it: with more, the launches one by
+// one are faster (measured at 4).
+inline constexpr int64_t kOneLaunchRows = 1;
+
 // The rows that a prompt's attention is padded to where a library plans anew for each number of them, a tenth of a
 // second each: 64 and its doubles, and the middles between them. Attention is a small part of a prompt's work.
 int64_t prompt_attention_rows(int64_t T);
