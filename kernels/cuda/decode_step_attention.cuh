@@ -56,21 +56,23 @@ struct StepTile {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int64_t from = __shfl_sync(~0u, row, r + 8 * i);
+      const uint4* const at = pieces(cache, from, 8 * c);
 #pragma unroll
-      for (int j = 0; j < 2 * kChunks; ++j) k[i][j] = piece(cache, from, 32 * j + 8 * c, D);
+      for (int j = 0; j < 2 * kChunks; ++j) {
+        k[i][j] = from >= 0 && 32 * j + 8 * c < D ? __ldcg(at + 4 * j) : make_uint4(0, 0, 0, 0);
+      }
     }
   }
   __device__ void load_values(const void* cache, int64_t row, int chunk, int D) {
-    const int lane = static_cast<int>(threadIdx.x) % 32, r = lane / 4, c = lane % 4;
+    const int lane = static_cast<int>(threadIdx.x) % 32, r = lane / 4, c = lane % 4, d = 64 * chunk + 8 * r;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int64_t from = __shfl_sync(~0u, row, 2 * c + i % 2 + 8 * (i / 2));
-      v[i][0] = piece(cache, from, 64 * chunk + 8 * r, D);
+      v[i][0] = from >= 0 && d < D ? __ldcg(pieces(cache, from, d)) : make_uint4(0, 0, 0, 0);
     }
   }
-  __device__ static uint4 piece(const void* cache, int64_t row, int d, int D) {
-    if (row < 0 || d >= D) return make_uint4(0, 0, 0, 0);
-    return __ldcg(reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(cache) + row + d));
+  __device__ static const uint4* pieces(const void* cache, int64_t row, int d) {
+    return reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(cache) + row + d);
   }
 };
 
