@@ -190,6 +190,19 @@ TEST_P(ShardedGpuTest, CollectivesAndComputationThatComeLateChangeNoBit) {
   world.join(std::chrono::seconds(60));
 }
 
+TEST_P(ShardedGpuTest, MomentsOnTheHostHaveTheBitsOfThoseOnTheGpu) {
+  GpuWorld world(GetParam(), 4 << 20);
+  world.start_all([&](GpuRank& rank) {
+    TrainOptions o = small_model(/*tied=*/true);
+    const RankResult one = alone(o, rank.backend(), rank.stream());
+    o.moments.on_host = true;
+    o.moments.bucket = 1024;
+    const GpuLayout layouts[] = {{"ddp", 0}, {"zero1", 0}, {"zero3", 0}};
+    train_in_layouts(rank, 1, o, layouts, /*late=*/true, one);
+  });
+  world.join(std::chrono::seconds(60));
+}
+
 INSTANTIATE_TEST_SUITE_P(Ranks, ShardedGpuTest, testing::Values(2, 4),
                          [](const auto& n) { return std::to_string(n.param) + "_ranks"; });
 
