@@ -34,7 +34,8 @@ sys.path.insert(0, str(ROOT / "experiments/train_speed"))
 from timed_run import Failed, run_limited, timed_run  # noqa: E402
 
 CONFIGS = {"124m": "experiments/train_speed/configs/124m.toml", "1b": "experiments/train_speed/configs/1b.toml",
-           "8b": "experiments/multi_gpu/8b.toml"}
+           "8b": "experiments/train_speed/configs/8b_full.toml"}
+BATCH = {"8b": 1}  # sequences a rank; else those of the file
 MODES = {"124m": ["ddp", "zero3"], "1b": ["ddp", "zero3"], "8b": ["zero3"]}  # no GPU holds 8B's whole state and gradients in ddp
 STEPS = {"124m": (24, 8), "1b": (14, 5), "8b": (8, 3)}  # warm-up included, and how many it has
 QUICK_STEPS = (6, 2)                                    # with --quick
@@ -126,7 +127,7 @@ class Run:
     def train(self, shape: str, ranks: int, sets: list[str], name: str, steps: tuple[int, int]) -> dict:
         config = ROOT / CONFIGS[shape]
         with open(config, "rb") as f:
-            batch = tomllib.load(f)["training"]["global_batch_size"]
+            batch = BATCH.get(shape, tomllib.load(f)["training"]["global_batch_size"])
         return timed_run(config, self.out / name, ranks=ranks, steps=steps[0], warm_up=steps[1], build=self.args.build,
                          sets=sets + self.args.set, batch=batch * ranks, seconds=self.clock.left())
 
@@ -167,6 +168,8 @@ class Run:
             command = [self.args.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", self.args.gpus,
                        HERE / "pytorch_peer.py", ROOT / CONFIGS[shape], "--mode", mode, "--steps", self.steps[shape][0] - self.steps[shape][1],
                        "--warm-up", self.steps[shape][1], "--json", path]
+            if shape in BATCH:
+                command += ["--batch", BATCH[shape]]
             try:
                 run_limited(command, self.clock.left(), self.out / f"peer_{shape}_{mode}.output")
             except Failed as failure:

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """The peer of `train` on several GPUs: the same model by PyTorch's DistributedDataParallel or FSDP2, compiled.
 
-  torchrun --standalone --nproc-per-node N pytorch_peer.py CONFIG --mode ddp|fsdp2 [--steps 20] [--warm-up 5] [--json out.json]
+  torchrun --standalone --nproc-per-node N pytorch_peer.py CONFIG --mode ddp|fsdp2 [--batch 1] [--steps 20] [--warm-up 5] [--json out.json]
 
 Shape, batch a rank, recomputation and optimizer are those of the configuration file; the model is
 experiments/train_speed/pytorch_model.py. ddp: the whole model compiled, gradients in fp32, buckets of PyTorch's choice.
-fsdp2: each block sharded and compiled by itself, the head with the loss too; fp32 shards, bf16 gathers, fp32 reductions; with
-recompute = "block" a block's activations are checkpointed. AdamW is fused and keeps fp32 moments, whatever the file says:
+fsdp2: each block sharded and compiled by itself, the head with the loss too; fp32 shards, bf16 gathers, fp32 reductions; where
+the file recomputes anything, a block's activations are checkpointed. AdamW is fused and keeps fp32 moments, whatever the file says:
 PyTorch's knows no other. Weights are made on the GPU, shard by shard. A step is the time between two events on the stream,
 nothing waits for the device in between, and the slowest rank's median counts.
 """
@@ -92,15 +92,18 @@ def main():
     parser.add_argument("--mode", choices=["ddp", "fsdp2"], required=True)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=5)
+    parser.add_argument("--batch", type=int, help="sequences a rank, instead of the configuration's")
     parser.add_argument("--json")
     args = parser.parse_args()
     with open(args.config, "rb") as f:
         config = tomllib.load(f)
+    if args.batch:
+        config["training"]["global_batch_size"] = args.batch
     shape = Config(config["model"])
     device = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=torch.device("cuda", device))
-    recompute = config["training"].get("recompute", "none") == "block"
+    recompute = config["training"].get("recompute", "none") != "none"
     net = sharded(shape, recompute) if args.mode == "fsdp2" else replicated(shape, device)
     median, losses = train(net, config, shape, args.steps, args.warm_up)
     figures = torch.tensor([median, torch.cuda.max_memory_allocated() / 2**30], device="cuda")
