@@ -120,10 +120,8 @@ Activations plan_activations(const ModelConfig& config, const TransformerOptions
     l.k_rstd = config.qk_norm ? shared_floats(share_block, first.k_rstd, N * K) : nullptr;
     l.lse = training ? shared_floats(share_attention, first.lse, N * H) : nullptr;
     l.o = shared_rows(share_attention, first.o, H * D);
-    // Without a backward the stream and its norm are not needed again once the next ones exist. A product that adds
-    // still gets an output apart from what it adds to, as in training: in place the library's bits are others.
-    const bool apart = kernels.gemm->linear_forward_add != nullptr && adds_in_products(config);
-    l.stream2 = training || apart ? shared_rows(share_block, first.stream2, C) : l.stream1;
+    // Without a backward the stream and its norm are not needed again once the next ones exist.
+    l.stream2 = training ? shared_rows(share_block, first.stream2, C) : l.stream1;
     l.h2 = training ? shared_rows(share_cheap, first.h2, C) : l.h1;
     l.mean2 = training && gpt2 ? shared_floats(share_block, first.mean2, N) : l.mean1;
     l.rstd2 = training ? shared_floats(share_block, first.rstd2, N) : l.rstd1;
