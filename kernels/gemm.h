@@ -20,18 +20,12 @@ struct LinearShape {
   bool accumulate;           // weight gradients are added to, too
   bool gelu_after = false;   // linear_gelu_forward runs it
   bool gelu_before = false;  // linear_gelu_backward_input runs its backward pass
-  bool residual = false;     // linear_forward_add runs it
 };
 
 struct GemmKernels {
   // y[n,o] = sum_i x[n,i] w[o,i] (+ bias[o] unless null).
   KernelError (*linear_forward)(void* y, const void* x, const void* w, const float* bias, int64_t N, int64_t I,
                                 int64_t O, DType dtype, StreamHandle stream);
-  // y = residual + linear_forward()'s result, residual (N, O) T, which may be y. On the device the product may be
-  // rounded to bf16 before it is added. Null where the two calls are better made apart, because the next norm adds as
-  // it reads.
-  KernelError (*linear_forward_add)(void* y, const void* x, const void* w, const float* bias, const void* residual,
-                                    int64_t N, int64_t I, int64_t O, DType dtype, StreamHandle stream);
   // dx[n,i] = sum_o dy[n,o] w[o,i]; added to dx when `accumulate`.
   KernelError (*linear_backward_input)(void* dx, const void* dy, const void* w, int64_t N, int64_t I, int64_t O,
                                        bool accumulate, DType dtype, StreamHandle stream);

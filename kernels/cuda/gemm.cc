@@ -19,7 +19,7 @@ bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
 KernelError run(GemmProblem problem, Operands operands, void* scratch, StreamHandle stream) {
   problem.aligned = aligned(operands.a) && aligned(operands.b) && aligned(operands.d) && aligned(operands.bias) &&
-                    aligned(operands.up) && aligned(operands.c);
+                    aligned(operands.up);
   Matmul matmul;
   const cublasStatus_t described = matmul.init(problem, operands);
   if (described != CUBLAS_STATUS_SUCCESS) return cublas_error(described);
@@ -47,17 +47,6 @@ KernelError linear_forward(void* y, const void* x, const void* w, const float* b
   if (const KernelError error = bias_operand(&added, scratch, bias, O, dtype, stream); error != kKernelOk) return error;
   const GemmEpilogue epilogue = bias != nullptr ? GemmEpilogue::kBias : GemmEpilogue::kNone;
   return run({GemmOp::kForward, N, I, O, dtype, false, epilogue}, {y, w, x, added}, scratch, stream);
-}
-
-KernelError linear_forward_add(void* y, const void* x, const void* w, const float* bias, const void* residual,
-                               int64_t N, int64_t I, int64_t O, DType dtype, StreamHandle stream) {
-  if (N < 0 || I < 1 || O < 1) return cudaErrorInvalidValue;
-  if (N == 0) return kKernelOk;
-  void *scratch = nullptr, *added = nullptr;
-  if (const KernelError error = stream_scratch(&scratch, stream); error != kKernelOk) return error;
-  if (const KernelError error = bias_operand(&added, scratch, bias, O, dtype, stream); error != kKernelOk) return error;
-  const GemmEpilogue epilogue = bias != nullptr ? GemmEpilogue::kBias : GemmEpilogue::kNone;
-  return run({GemmOp::kForward, N, I, O, dtype, true, epilogue}, {y, w, x, added, nullptr, residual}, scratch, stream);
 }
 
 KernelError linear_backward_input(void* dx, const void* dy, const void* w, int64_t N, int64_t I, int64_t O,
@@ -148,9 +137,8 @@ KernelError linear_backward_weight_bias(float* dw, float* dbias, const void* dy,
 
 const GemmKernels& gemm() {
   static constexpr GemmKernels kTable{
-      linear_forward,       linear_forward_add,  linear_backward_input,      linear_backward_weight,
-      linear_backward_bias, linear_gelu_forward, linear_gelu_backward_input, linear_backward_weight_bias,
-      cublaslt_version};
+      linear_forward,      linear_backward_input,      linear_backward_weight,      linear_backward_bias,
+      linear_gelu_forward, linear_gelu_backward_input, linear_backward_weight_bias, cublaslt_version};
   return kTable;
 }
 

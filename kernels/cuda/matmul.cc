@@ -171,8 +171,8 @@ bool Matmul::accepts(const cublasLtMatmulAlgo_t& algorithm, bool deterministic, 
 cublasStatus_t Matmul::run(const Operands& o, const cublasLtMatmulAlgo_t& algorithm, void* scratch,
                            int64_t scratch_bytes, cudaStream_t stream) {
   const float alpha = 1.0f, beta = accumulate_ ? 1.0f : 0.0f;
-  return cublasLtMatmul(cublaslt_handle(), &operation_, &alpha, o.a, &a_, o.b, &b_, &beta, o.c != nullptr ? o.c : o.d,
-                        &d_, o.d, &d_, &algorithm, scratch, static_cast<size_t>(scratch_bytes), stream);
+  return cublasLtMatmul(cublaslt_handle(), &operation_, &alpha, o.a, &a_, o.b, &b_, &beta, o.d, &d_, o.d, &d_,
+                        &algorithm, scratch, static_cast<size_t>(scratch_bytes), stream);
 }
 
 namespace {

@@ -19,10 +19,9 @@ struct Operands {
   void* d;        // y, dx or dw
   const void* a;  // w, w or x
   const void* b;  // x, dy or dy
-  // (O): what kBias and kBiasGelu add, of the problem's dtype; what kBiasGradient stores, in fp32
-  void* bias = nullptr;
-  void* up = nullptr;       // what kBiasGelu stores (N, O) and kGeluGradient reads (N, I), of the problem's dtype
-  const void* c = nullptr;  // what is added where the problem accumulates, like d; null: d itself
+  void* bias =
+      nullptr;         // (O): what kBias and kBiasGelu add, of the problem's dtype; what kBiasGradient stores, in fp32
+  void* up = nullptr;  // what kBiasGelu stores (N, O) and kGeluGradient reads (N, I), of the problem's dtype
 };
 
 // Descriptors without an owner: plain structs that live where they are declared.
@@ -51,8 +50,8 @@ class Matmul {
 
 // At most `count` algorithms within the process's bounds (library_handles.h): those that the library proposes, eight at
 // most whatever is asked for; these with tiles that divide the output well (gemm_tiles.h); and those that it proposes
-// for products of half, twice, a quarter and four times a size, where it runs them here, too. Its model of the device
-// is off by more than they differ.
+// for products of half, twice, a quarter and four times a size, where it runs them here, too. Its model of the device is
+// off by more than they differ.
 cublasStatus_t propose_widely(std::vector<cublasLtMatmulAlgo_t>* algorithms, Matmul& matmul, const GemmProblem& problem,
                               const Operands& operands, int count);
 

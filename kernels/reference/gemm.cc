@@ -42,7 +42,6 @@ using Composed = ComposedLinear<gemm, activation>;
 
 const GemmKernels& gemm() {
   static constexpr GemmKernels kTable{forward,
-                                      nullptr,
                                       backward_input,
                                       backward_weight,
                                       backward_bias,

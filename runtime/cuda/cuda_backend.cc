@@ -88,7 +88,7 @@ std::vector<kernels::cuda::GemmProblem> problems_of(std::span<const kernels::Lin
     const GemmEpilogue forward = l.gelu_after ? GemmEpilogue::kBiasGelu
                                  : l.bias     ? GemmEpilogue::kBias
                                               : GemmEpilogue::kNone;
-    problems.push_back({GemmOp::kForward, l.N, l.I, l.O, l.dtype, l.residual, forward});
+    problems.push_back({GemmOp::kForward, l.N, l.I, l.O, l.dtype, false, forward});
     problems.push_back({GemmOp::kBackwardInput, l.N, l.I, l.O, l.dtype, false,
                         l.gelu_before ? GemmEpilogue::kGeluGradient : GemmEpilogue::kNone});
     problems.push_back({GemmOp::kBackwardWeight, l.N, l.I, l.O, l.dtype, false,

@@ -40,11 +40,11 @@ Status FlatUnitAccess::gradients_ready(int, Stream&) { return ok_status(); }
 std::vector<kernels::LinearShape> linear_layers(const ModelConfig& config, DType dtype, int64_t N, bool accumulate) {
   const int64_t C = config.dim, F = config.ffn_dim, V = config.vocab_size;
   const int64_t HD = config.num_heads * config.head_size(), KD = config.kv_heads() * config.head_size();
-  const bool gpt2 = config.is_gpt2(), adds = adds_in_products(config);
+  const bool gpt2 = config.is_gpt2();
   return {{N, C, HD + 2 * KD, dtype, gpt2 || config.qkv_bias, accumulate},
-          {N, HD, C, dtype, gpt2, accumulate, /*gelu_after=*/false, /*gelu_before=*/false, /*residual=*/adds},
+          {N, HD, C, dtype, gpt2, accumulate},
           {N, C, gpt2 ? F : 2 * F, dtype, gpt2, accumulate, /*gelu_after=*/gpt2},
-          {N, F, C, dtype, gpt2, accumulate, /*gelu_after=*/false, /*gelu_before=*/gpt2, /*residual=*/adds},
+          {N, F, C, dtype, gpt2, accumulate, /*gelu_after=*/false, /*gelu_before=*/gpt2},
           {N, C, V, dtype, false, accumulate}};
 }
 

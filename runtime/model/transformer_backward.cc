@@ -92,9 +92,8 @@ Status TransformerImpl::recompute(const Pass& pass, int64_t l, const UnitWeights
   } else if (options_.recompute == Recompute::kAttention) {
     KTG_RETURN_IF_ERROR(whole_attention(pass, a, stream));
   }
-  KTG_RETURN_IF_ERROR(norm_forward({a.stream2, a.h2, a.mean2, a.rstd2},
-                                   block && !products_add(pass) ? a.stream1 : nullptr, w.vector(at.norm2_w),
-                                   w.vector(at.norm2_b), pass.N(), stream));
+  KTG_RETURN_IF_ERROR(norm_forward({a.stream2, a.h2, a.mean2, a.rstd2}, block ? a.stream1 : nullptr,
+                                   w.vector(at.norm2_w), w.vector(at.norm2_b), pass.N(), stream));
   if (block) KTG_RETURN_IF_ERROR(up_forward(pass, w, a, stream));
   return config_.is_gpt2() ? ok_status() : swiglu_forward(pass, a, stream);
 }

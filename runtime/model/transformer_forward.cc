@@ -39,32 +39,19 @@ Status TransformerImpl::norm_forward(const NormOutputs& out, const void* residua
   return stream.launched(error, "norm.forward");
 }
 
-Status TransformerImpl::branch_forward(const Pass& pass, void* sum, const void* residual, const void* x,
-                                       const Linear& linear, const UnitWeights& w, const char* name, Stream& stream) {
-  const kernels::GemmKernels& k = *k_.gemm;
-  const void* matrix = w.matrix(linear.w);
-  const float* bias = w.vector(linear.b);
-  const int64_t N = pass.N(), I = linear.I, O = linear.O;
-  const DType dtype = options_.dtype;
-  const kernels::StreamHandle s = stream.handle();
-  return stream.launched(products_add(pass) ? k.linear_forward_add(sum, x, matrix, bias, residual, N, I, O, dtype, s)
-                                            : k.linear_forward(a_.branch, x, matrix, bias, N, I, O, dtype, s),
-                         name);
-}
-
+// A block's last addition waits in `branch` until the next norm, which adds and normalises in one pass over memory.
 Status TransformerImpl::block_forward(const Pass& pass, int64_t l, const UnitWeights& w, Stream& stream) {
   LayerActivations& a = layer(l, pass.for_backward);
   const BlockLayout& at = layout_.block;
-  const bool added = products_add(pass);
-  const void* before = l == 0 || added ? nullptr : layer(l - 1, pass.for_backward).stream2;
+  const void* before = l == 0 ? nullptr : layer(l - 1, pass.for_backward).stream2;
   KTG_RETURN_IF_ERROR(norm_forward({a.stream1, a.h1, a.mean1, a.rstd1}, before, w.vector(at.norm1_w),
                                    w.vector(at.norm1_b), pass.N(), stream));
   KTG_RETURN_IF_ERROR(attention_forward(pass, l, w, a, stream));
-  KTG_RETURN_IF_ERROR(norm_forward({a.stream2, a.h2, a.mean2, a.rstd2}, added ? nullptr : a.stream1,
-                                   w.vector(at.norm2_w), w.vector(at.norm2_b), pass.N(), stream));
-  KTG_RETURN_IF_ERROR(feed_forward(pass, l, w, a, stream));
+  KTG_RETURN_IF_ERROR(norm_forward({a.stream2, a.h2, a.mean2, a.rstd2}, a.stream1, w.vector(at.norm2_w),
+                                   w.vector(at.norm2_b), pass.N(), stream));
+  KTG_RETURN_IF_ERROR(feed_forward(pass, w, a, stream));
   KTG_RETURN_IF_ERROR(look(l + 1, a.stream2, pass.N() * C(), options_.dtype, stream));
-  return look(l + 1, added ? stream_after(l, pass.for_backward) : a_.branch, pass.N() * C(), options_.dtype, stream);
+  return look(l + 1, a_.branch, pass.N() * C(), options_.dtype, stream);
 }
 
 Status TransformerImpl::attention_forward(const Pass& pass, int64_t l, const UnitWeights& w, LayerActivations& a,
@@ -111,7 +98,9 @@ Status TransformerImpl::attention_forward(const Pass& pass, int64_t l, const Uni
     if (l == 0) KTG_RETURN_IF_ERROR(clear_behind_prompt(pass, a, stream));
     KTG_RETURN_IF_ERROR(whole_attention(pass, a, stream));
   }
-  return branch_forward(pass, a.stream2, a.stream1, a.o, {at.o_w, at.o_b, H() * D(), C()}, w, "o.forward", stream);
+  return stream.launched(
+      k_.gemm->linear_forward(a_.branch, a.o, w.matrix(at.o_w), w.vector(at.o_b), N, H() * D(), C(), dtype, s),
+      "o.forward");
 }
 
 kernels::AttentionShape TransformerImpl::attention_shape_of(const Pass& pass, int64_t rows) const {
@@ -144,13 +133,13 @@ Status TransformerImpl::whole_attention(const Pass& pass, LayerActivations& a, S
       "attention.forward");
 }
 
-Status TransformerImpl::feed_forward(const Pass& pass, int64_t l, const UnitWeights& w, LayerActivations& a,
-                                     Stream& stream) {
+Status TransformerImpl::feed_forward(const Pass& pass, const UnitWeights& w, LayerActivations& a, Stream& stream) {
   const BlockLayout& at = layout_.block;
   KTG_RETURN_IF_ERROR(up_forward(pass, w, a, stream));
   if (!config_.is_gpt2()) KTG_RETURN_IF_ERROR(swiglu_forward(pass, a, stream));
-  return branch_forward(pass, stream_after(l, pass.for_backward), a.stream2, a.act, {at.down_w, at.down_b, F(), C()}, w,
-                        "down.forward", stream);
+  return stream.launched(k_.gemm->linear_forward(a_.branch, a.act, w.matrix(at.down_w), w.vector(at.down_b), pass.N(),
+                                                 F(), C(), options_.dtype, stream.handle()),
+                         "down.forward");
 }
 
 // GPT-2's GELU comes with the product.
@@ -172,9 +161,8 @@ Status TransformerImpl::swiglu_forward(const Pass& pass, LayerActivations& a, St
 }
 
 Status TransformerImpl::final_norm(const Pass& pass, const UnitWeights& w, Stream& stream) {
-  const void* before = products_add(pass) ? nullptr : layer(L() - 1, pass.for_backward).stream2;
-  return norm_forward({a_.stream, a_.h, a_.mean, a_.rstd}, before, w.vector(layout_.norm_w), w.vector(layout_.norm_b),
-                      pass.N(), stream);
+  return norm_forward({a_.stream, a_.h, a_.mean, a_.rstd}, layer(L() - 1, pass.for_backward).stream2,
+                      w.vector(layout_.norm_w), w.vector(layout_.norm_b), pass.N(), stream);
 }
 
 Status TransformerImpl::logits_of(void* logits, const void* h, int64_t N, const UnitWeights& head, UnitAccess& access,

@@ -67,23 +67,9 @@ class TransformerImpl final : public Transformer {
   int64_t attention_rows(const Pass& pass) const;
   Status clear_behind_prompt(const Pass& pass, LayerActivations& a, Stream& stream);
   Status whole_attention(const Pass& pass, LayerActivations& a, Stream& stream);
-  Status feed_forward(const Pass& pass, int64_t l, const UnitWeights& w, LayerActivations& a, Stream& stream);
+  Status feed_forward(const Pass& pass, const UnitWeights& w, LayerActivations& a, Stream& stream);
   Status up_forward(const Pass& pass, const UnitWeights& w, LayerActivations& a, Stream& stream);
   Status swiglu_forward(const Pass& pass, LayerActivations& a, Stream& stream);
-  // Whether a block's products add to the residual stream; otherwise they wait in `branch` until the next norm adds.
-  bool products_add(const Pass& pass) const {
-    return k_.gemm->linear_forward_add != nullptr && pass.cache == nullptr && adds_in_products(config_);
-  }
-  struct Linear {
-    int64_t w, b;
-    int64_t I, O;
-  };
-  Status branch_forward(const Pass& pass, void* sum, const void* residual, const void* x, const Linear& linear,
-                        const UnitWeights& w, const char* name, Stream& stream);
-  // The residual stream behind block l.
-  void* stream_after(int64_t l, bool for_backward) {
-    return l + 1 < L() ? layer(l + 1, for_backward).stream1 : a_.stream;
-  }
   Status final_norm(const Pass& pass, const UnitWeights& w, Stream& stream);
   Status logits_of(void* logits, const void* h, int64_t N, const UnitWeights& head, UnitAccess& access, Stream& stream);
   // A decode step in few launches, where the kernels have them.
@@ -125,6 +111,10 @@ class TransformerImpl final : public Transformer {
                             Stream& stream);
   Status embedding_backward(const Pass& pass, UnitAccess::Gradients g, bool table_written, Stream& stream);
   // Gradients of y = x W^T + b at the offsets `w` and `b` of a unit: dx overwritten, dW and db as `g` says.
+  struct Linear {
+    int64_t w, b;
+    int64_t I, O;
+  };
   Status weight_backward(const void* dy, const void* x, const Linear& linear, UnitAccess::Gradients g, int64_t N,
                          Stream& stream);
   Status linear_backward(void* dx, const void* dy, const void* x, const Linear& linear, const UnitWeights& w,

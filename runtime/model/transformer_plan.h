@@ -58,10 +58,6 @@ struct Activations {
   int64_t workspace_bytes;
 };
 
-// Whether products add to the residual stream where the kernels can. It spares a norm 200 MB at 65,536 rows of 768, and
-// costs the product less than that; an H200 takes 40 us less a block then, and a little more from rows of 1,600 on.
-inline bool adds_in_products(const ModelConfig& config) { return config.dim <= 1024; }
-
 // Up to so many sequences a decode step is made by one launch, where the options want it: with more, the launches one by
 // one are faster (measured at 4).
 inline constexpr int64_t kOneLaunchRows = 1;

@@ -3,7 +3,6 @@
 
 #include <iostream>
 
-#include "kernels/activation.h"
 #include "kernels/cuda/gemm_tuning.h"
 #include "kernels/cuda/libraries.h"
 #include "kernels/cuda/library_handles.h"
@@ -71,33 +70,6 @@ TEST_P(CudaGemmTest, ForwardMatchesTheReferenceWithAndWithoutBias) {
       const double rounded = with_bias ? unit_roundoff(dtype()) * (static_cast<double>(bias.max_abs()) + product) : 0.0;
       expect_close(y.array(dtype()), expected, sum_error(s.I) + rounded, 2 * unit_roundoff(dtype()),
                    "y, " + to_string(s) + (with_bias ? " bias" : ""));
-    }
-  }
-}
-
-TEST_P(CudaGemmTest, ForwardAddsAResidualThatMayBeItsOutput) {
-  for (const Sizes& s : kSizes) {
-    const Array x = normal(s.N * s.I), w = normal(s.O * s.I), bias = normal_f32(s.O), residual = normal(s.N * s.O);
-    const DeviceMemory dev_x(x), dev_w(w), dev_bias(bias), dev_residual(residual);
-    for (const bool with_bias : {false, true}) {
-      Array expected(dtype(), s.N * s.O);
-      reference::gemm().linear_forward(expected.data(), x.data(), w.data(), with_bias ? bias.f32() : nullptr, s.N, s.I,
-                                       s.O, dtype(), nullptr);
-      const double product = static_cast<double>(expected.max_abs());
-      reference::activation().add(expected.data(), expected.data(), residual.data(), s.N * s.O, dtype(), nullptr);
-      for (const bool in_place : {false, true}) {
-        const DeviceMemory apart = space(s.N * s.O), same(residual);
-        const DeviceMemory& y = in_place ? same : apart;
-        const KernelError error =
-            gemm().linear_forward_add(y.data(), dev_x.data(), dev_w.data(), with_bias ? dev_bias.as<float>() : nullptr,
-                                      in_place ? y.data() : dev_residual.data(), s.N, s.I, s.O, dtype(), nullptr);
-        EXPECT_EQ(error, kKernelOk) << text(error) << ", " << to_string(s) << " bias " << with_bias;
-        if (error != kKernelOk) continue;
-        // Product and bias may be rounded on the way, here and in the reference.
-        const double rounded = unit_roundoff(dtype()) * (2 * product + static_cast<double>(bias.max_abs()));
-        expect_close(y.array(dtype()), expected, sum_error(s.I) + rounded, 2 * unit_roundoff(dtype()),
-                     "y, " + to_string(s) + (with_bias ? " bias" : "") + (in_place ? " in place" : ""));
-      }
     }
   }
 }
@@ -365,7 +337,8 @@ TEST_P(CudaGemmTest, EveryAlgorithmThatIsProposedGivesRightResults) {
       EXPECT_EQ(matmul.run(operands, algorithms[i], scratch, cuda::stream_scratch_bytes(), nullptr),
                 CUBLAS_STATUS_SUCCESS)
           << to_string(problem) << ", " << i;
-      expect_close(d.array(out), expected, sum_error(terms), 2 * unit_roundoff(out), to_string(problem).c_str());
+      expect_close(d.array(out), expected, sum_error(terms), 2 * unit_roundoff(out),
+                   to_string(problem).c_str());
     }
   }
 }
