@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 #include <sstream>
 #include <thread>
 
@@ -24,6 +25,7 @@ namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kPollInterval = std::chrono::milliseconds(2);
+constexpr pid_t kNobody = std::numeric_limits<pid_t>::max();  // above every process's number
 
 std::string read_file(const std::string& path) {
   std::ifstream in(path, std::ios::binary);
@@ -271,27 +273,35 @@ int64_t TrainJob::last_step() const {
   return all.empty() ? 0 : all.back().value("step", int64_t{0});
 }
 
+// On a busy machine a rank's agent may report its processes some steps after their beginning. Waiting for that keeps a
+// test from sending its signal to "process 0", which would be its own process group.
 Json TrainJob::newest_processes(int rank) const {
-  Json newest;
-  for (const Json& e : events("processes")) {
-    if (e["rank"] == rank) newest = e;
+  const auto deadline = Clock::now() + KTG_TEST_SLOWDOWN * std::chrono::seconds(60);
+  while (true) {
+    Json newest;
+    for (const Json& e : events("processes")) {
+      if (e["rank"] == rank) newest = e;
+    }
+    if (newest.is_object()) return newest;
+    if (Clock::now() > deadline) {
+      ADD_FAILURE() << "nobody reported the processes of rank " << rank;
+      return {{"worker_pid", kNobody}, {"agent_pid", kNobody}, {"spare_pids", Json::array()}};
+    }
+    std::this_thread::sleep_for(kPollInterval);
   }
-  return newest;
 }
 
 pid_t TrainJob::worker(int rank) const {
-  const Json p = newest_processes(rank);
-  return p.is_object() ? p["worker_pid"].get<pid_t>() : 0;
+  return newest_processes(rank)["worker_pid"].get<pid_t>();
 }
 
 pid_t TrainJob::spare(int rank) const {
   const Json p = newest_processes(rank);
-  return p.is_object() && !p["spare_pids"].empty() ? p["spare_pids"][0].get<pid_t>() : 0;
+  return p["spare_pids"].empty() ? 0 : p["spare_pids"][0].get<pid_t>();
 }
 
 pid_t TrainJob::agent(int rank) const {
-  const Json p = newest_processes(rank);
-  return p.is_object() ? p["agent_pid"].get<pid_t>() : 0;
+  return newest_processes(rank)["agent_pid"].get<pid_t>();
 }
 
 std::set<pid_t> TrainJob::all_processes() const {
