@@ -30,30 +30,6 @@ struct DecodeRotation {
   const int64_t* slots;      // (N): of the new token's keys and values; negative: not written
 };
 
-// A whole decode step of a Llama-like model, for one launch.
-struct DecodeStepLayer {
-  const void *qkv_w, *o_w, *up_w, *down_w;  // ((H + 2 K) D, C), (C, H D), (2 F, C) the gate's rows first, (C, F)
-  const float *norm1, *norm2;               // (C)
-  const float* qkv_b;                       // ((H + 2 K) D) or null
-  const float *q_norm, *k_norm;             // (D) or null both
-  void *k_cache, *v_cache;
-};
-struct DecodeStep {
-  const DecodeStepLayer* layers;  // (L), of the host; copied
-  int64_t L, C, F, V;
-  const void* token_table;  // (V, C)
-  const void* head;         // (V, C)
-  const float* norm;        // (C): the last one
-  float eps;
-  const int32_t* ids;           // (N)
-  const int32_t* block_tables;   // as PagedAttentionKernels::decode
-  const int32_t* context_lens;   // likewise
-  PagedShape shape;             // S = N; strides are not looked at
-  const float* cos_sin;          // as DecodeRotation
-  const int32_t* positions;      // likewise
-  const int64_t* slots;          // likewise
-};
-
 struct DecodeLayerKernels {
   // Whether the calls below take these sizes.
   bool (*applies)(int64_t N, int64_t C, int64_t F, int64_t D);
@@ -68,16 +44,10 @@ struct DecodeLayerKernels {
   KernelError (*attention)(void* o, const void* qkv, void* k_cache, void* v_cache, const int32_t* block_tables,
                            const int32_t* context_lens, const PagedShape& shape, const DecodeRotation& rotation,
                            void* workspace, StreamHandle stream);
-  // Whether step() takes these sizes: null pointers in `sizes` are not looked at.
-  bool (*step_applies)(const DecodeStep& sizes);
-  // For as many rows or fewer; 0 where it takes none of them. Memory that holds zeros before its first use, and is
-  // nobody else's.
-  int64_t (*step_workspace_bytes)(const DecodeStep& sizes);
-  // logits (N, V) of a step: embedding, L layers, norm and head, with the bits of the calls above one by one. Uses the
-  // whole device until it is done.
-  KernelError (*step)(void* logits, const DecodeStep& step, void* workspace, StreamHandle stream);
 };
 
-namespace cuda { const DecodeLayerKernels& decode_layer(); }
+namespace cuda {
+const DecodeLayerKernels& decode_layer();
+}
 
 }  // namespace kintsugi::kernels

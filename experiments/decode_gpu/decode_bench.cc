@@ -1,7 +1,7 @@
 // Decode and prefill on the GPU at known shapes with random weights, through the engine that `infer` uses.
 //
 //   decode_bench_gpu [--shape llama-1b|llama-8b|qwen3-0.6b|tiny-llama|tiny-qwen3] [--batch 1] [--context 1024]
-//                    [--steps 64] [--prefill 2048] [--no-graphs] [--one-launch] [--json FILE]
+//                    [--steps 64] [--prefill 2048] [--no-graphs] [--json FILE]
 //   decode_bench_gpu --check FILE    greedy texts of the tiny shapes in fp32, with their weights, for compare.py
 //
 // What is timed. Decode: `batch` sequences with prompts of `context` tokens; after 16 steps to warm up (graphs are
@@ -107,7 +107,7 @@ double median(std::vector<double> values) {
 struct Options {
   std::string shape = "llama-1b", json, check;
   int64_t batch = 1, context = 1024, steps = 64, prefill = 2048;
-  bool no_graphs = false, one_launch = false;
+  bool no_graphs = false;
 };
 
 // Bytes of the matrices that a decode step reads: all but a token table that is no head.
@@ -124,8 +124,7 @@ Result<double> decode_ms(const Options& o, const ModelConfig& config, Backend& b
                                                                             {.dtype = DType::kBF16,
                                                                              .max_batch = o.batch,
                                                                              .max_context = o.context + new_tokens,
-                                                                             .use_graphs = !o.no_graphs,
-                                                                             .one_launch = o.one_launch},
+                                                                             .use_graphs = !o.no_graphs},
                                                                             backend, *w.access));
   for (int64_t s = 0; s < o.batch; ++s) {
     Request request{.prompt = random_prompt(o.context, config.vocab_size, static_cast<uint32_t>(s)),
@@ -191,16 +190,14 @@ Status measure(const Options& o) {
                       static_cast<double>(2 * config.num_layers * config.kv_heads() * config.head_size() * 2);
     const double floor_ms =
         (static_cast<double>(matrix_bytes(w->params, config.tied_embedding)) + kv) / kCopyBytesPerSecond * 1e3;
-    fmt::print("{:<12} batch {:>3} context {}: {:.3f} ms a step, {:.0f} tok/s, floor {:.3f} ms, {:.1f} % of floor{}\n",
-               o.shape, o.batch, o.context, ms, static_cast<double>(o.batch) / ms * 1e3, floor_ms, 100 * floor_ms / ms,
-               o.one_launch ? ", one launch" : "");
+    fmt::print("{:<12} batch {:>3} context {}: {:.3f} ms a step, {:.0f} tok/s, floor {:.3f} ms, {:.1f} % of floor\n",
+               o.shape, o.batch, o.context, ms, static_cast<double>(o.batch) / ms * 1e3, floor_ms, 100 * floor_ms / ms);
     out["decode"] = {{"batch", o.batch},
                      {"context", o.context},
                      {"ms", ms},
                      {"floor_ms", floor_ms},
                      {"percent_of_floor", 100 * floor_ms / ms},
-                     {"graphs", !o.no_graphs},
-                     {"one_launch", o.one_launch}};
+                     {"graphs", !o.no_graphs}};
   }
   if (o.prefill > 0) {
     KTG_ASSIGN_OR_RETURN(const double ms, prefill_ms(o, config, *backend, *w));
@@ -282,7 +279,6 @@ int main(int argc, char** argv) {
   app.add_option("--steps", options.steps, "0: no decode")->check(CLI::Range(int64_t{0}, int64_t{300}));
   app.add_option("--prefill", options.prefill, "0: no prefill")->check(CLI::Range(int64_t{0}, int64_t{8192}));
   app.add_flag("--no-graphs", options.no_graphs);
-  app.add_flag("--one-launch", options.one_launch, "A decode step is one launch, where the batch is small enough");
   app.add_option("--json", options.json, "A line is added to it");
   app.add_option("--check", options.check, "Write greedy texts of the tiny shapes instead");
   CLI11_PARSE(app, argc, argv);

@@ -19,5 +19,4 @@ for shape in llama-1b qwen3-0.6b llama-8b; do
   if [ "${PEER:-0}" = 1 ]; then python3 "$here/pytorch_peer.py" --shape $shape --json "$out/results.jsonl"; fi
 done
 "$bin/decode_kernels_gpu" | tee "$out/kernels.txt"
-"$bin/decode_step_gpu" | tee "$out/step.txt"
 python3 "$here/table.py" "$out/results.jsonl"

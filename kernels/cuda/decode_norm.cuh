@@ -36,25 +36,16 @@ struct NormWeights {
   }
 };
 
-// How the threads that work together wait for each other: here all of a block.
-struct BlockBarrier {
-  __device__ void operator()() const { __syncthreads(); }
-};
-
 // normed (N, stride): rows first ... first + N - 1 of the norm of stream + branch; the rounded sum goes to `sum` when
-// `keep_sum`. C a multiple of 8. The first kNormThreads threads of a block call it, which are those that `barrier`
-// waits for; ends with it.
-// kUnroll: pieces of a row whose loads are on their way together.
-template <int kUnroll = 4, class Barrier = BlockBarrier>
+// `keep_sum`. C a multiple of 8. Every thread of a block of kNormThreads calls it; ends with a barrier.
 __device__ inline void normalize_rows(__nv_bfloat16* normed, int stride, const DecodeNormArguments& a,
-                                      const NormWeights& first_weights, int first, int N, int C, bool keep_sum,
-                                      Barrier barrier = {}) {
+                                      const NormWeights& first_weights, int first, int N, int C, bool keep_sum) {
   __shared__ float warps[kNormThreads / 32][kNormRows];
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
 #pragma unroll 1
   for (int n = 0; n < N; ++n) {
     float squares = 0.0f;
-#pragma unroll kUnroll
+#pragma unroll 4
     for (int c = 8 * static_cast<int>(threadIdx.x); c < C; c += 8 * kNormThreads) {
       const int64_t at = static_cast<int64_t>(first + n) * C + c;
       uint4 values = *reinterpret_cast<const uint4*>(a.stream + at);
@@ -80,7 +71,7 @@ __device__ inline void normalize_rows(__nv_bfloat16* normed, int stride, const D
     for (int offset = 16; offset > 0; offset /= 2) squares += __shfl_xor_sync(~0u, squares, offset);
     if (lane == 0) warps[warp][n] = squares;
   }
-  barrier();
+  __syncthreads();
 #pragma unroll 1
   for (int n = 0; n < N; ++n) {
     float total = 0.0f;
@@ -88,7 +79,7 @@ __device__ inline void normalize_rows(__nv_bfloat16* normed, int stride, const D
     for (int s = 0; s < kNormThreads / 32; ++s) total += warps[s][n];
     const float rstd = rsqrtf(total / static_cast<float>(C) + a.eps);
     int piece = 0;
-#pragma unroll kUnroll
+#pragma unroll 4
     for (int c = 8 * static_cast<int>(threadIdx.x); c < C; c += 8 * kNormThreads) {  // what this thread wrote itself
       uint4 values = *reinterpret_cast<const uint4*>(normed + n * stride + c);
       auto* const x = reinterpret_cast<__nv_bfloat162*>(&values);
@@ -108,7 +99,7 @@ __device__ inline void normalize_rows(__nv_bfloat16* normed, int stride, const D
       *reinterpret_cast<uint4*>(normed + n * stride + c) = values;
     }
   }
-  barrier();
+  __syncthreads();
 }
 
 }  // namespace kintsugi::kernels::cuda

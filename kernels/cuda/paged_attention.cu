@@ -2,10 +2,8 @@
 #include <algorithm>
 
 #include "kernels/cuda/decode_norm.cuh"
-#include "kernels/cuda/decode_step.h"
 #include "kernels/cuda/gemv.h"
 #include "kernels/cuda/paged_decode.cuh"
-#include "kernels/cuda/paged_launch.cuh"
 
 namespace kintsugi::kernels::cuda {
 namespace {
@@ -31,9 +29,8 @@ int64_t split_positions(const PagedShape& s) {
   return std::clamp(kManyPositions * (s.S * s.K * head_groups(s)) / 256, kFewPositions, kManyPositions);
 }
 
-}  // namespace
-
-int64_t most_paged_splits(const PagedShape& s) {
+// At most this many splits for contexts of any length.
+int64_t most_splits(const PagedShape& s) {
   const int64_t groups = s.K * head_groups(s);
   if (s.S > kFewSequences) {
     return s.S * groups > kCounters ? 1 : std::clamp<int64_t>(kMostPartsOfMany / s.S, 1, kMaxSplits);
@@ -41,17 +38,15 @@ int64_t most_paged_splits(const PagedShape& s) {
   return std::clamp<int64_t>((kBlocksForOneSequence + groups - 1) / groups, 1, kMaxSplits);
 }
 
-namespace {
-
 int64_t num_splits(const PagedShape& s) {
   const int64_t context = s.block_table_width * s.kv_block_tokens, positions = split_positions(s);
-  return std::clamp<int64_t>((context + positions - 1) / positions, 1, most_paged_splits(s));
+  return std::clamp<int64_t>((context + positions - 1) / positions, 1, most_splits(s));
 }
 
 int64_t decode_workspace_bytes(const PagedShape& s, DType) {
   PagedShape few = s;
   few.S = std::min(s.S, kFewSequences);
-  const int64_t parts = std::max(few.S * most_paged_splits(few), kMostPartsOfMany);
+  const int64_t parts = std::max(few.S * most_splits(few), kMostPartsOfMany);
   return kCounters * 4 + parts * s.H * (8 + s.D * 4) + 8;
 }
 
@@ -65,11 +60,14 @@ bool fits(const void* q, const void* k_cache, const void* v_cache, const PagedSh
   return aligned(q) && aligned(k_cache) && aligned(v_cache) && s.q_stride % 8 == 0;
 }
 
-}  // namespace
+struct Launch {
+  PagedArguments arguments{};
+  dim3 grid;
+};
 
-KernelError prepare_paged(PagedLaunch* launch, void* o, const void* q, const void* k_cache, const void* v_cache,
-                          const int32_t* block_tables, const int32_t* context_lens, const PagedShape& s, DType dtype,
-                          void* workspace) {
+KernelError prepare(Launch* launch, void* o, const void* q, const void* k_cache, const void* v_cache,
+                    const int32_t* block_tables, const int32_t* context_lens, const PagedShape& s, DType dtype,
+                    void* workspace) {
   if (!fits(q, k_cache, v_cache, s, dtype)) return cudaErrorInvalidValue;
   const int64_t splits = num_splits(s);
   if (splits > 1 && workspace == nullptr) return cudaErrorInvalidValue;
@@ -100,16 +98,14 @@ KernelError prepare_paged(PagedLaunch* launch, void* o, const void* q, const voi
   return kKernelOk;
 }
 
-namespace {
-
-KernelError run(const PagedLaunch& launch, void (*kernel)(PagedArguments), int64_t dynamic_shared_bytes,
+KernelError run(const Launch& launch, void (*kernel)(PagedArguments), int64_t dynamic_shared_bytes,
                 StreamHandle stream) {
   return launch_overlapped(kernel, launch.grid, dim3(kDecodeThreads), static_cast<cudaStream_t>(stream),
                            dynamic_shared_bytes, launch.arguments);
 }
 
 template <int kChunks, bool kRotate>
-KernelError run_bf16(const PagedLaunch& launch, StreamHandle stream) {
+KernelError run_bf16(const Launch& launch, StreamHandle stream) {
   constexpr int kBytes = TileQueue<kChunks>::kBlockBytes;
   static_assert(kBytes >= sizeof(DecodeShared<64 * kChunks>));
   static constexpr auto kKernel = paged_decode_bf16_kernel<kChunks, kRotate>;
@@ -118,7 +114,7 @@ KernelError run_bf16(const PagedLaunch& launch, StreamHandle stream) {
 }
 
 template <bool kRotate>
-KernelError run_bf16(const PagedLaunch& launch, int64_t D, StreamHandle stream) {
+KernelError run_bf16(const Launch& launch, int64_t D, StreamHandle stream) {
   if (D <= 64) return run_bf16<1, kRotate>(launch, stream);
   if (D <= 128) return run_bf16<2, kRotate>(launch, stream);
   return run_bf16<4, kRotate>(launch, stream);
@@ -128,9 +124,9 @@ KernelError decode(void* o, const void* q, const void* k_cache, const void* v_ca
                    const int32_t* context_lens, const PagedShape& s, DType dtype, void* workspace,
                    StreamHandle stream) {
   if (s.S == 0) return kKernelOk;
-  PagedLaunch launch;
+  Launch launch;
   if (const KernelError error =
-          prepare_paged(&launch, o, q, k_cache, v_cache, block_tables, context_lens, s, dtype, workspace);
+          prepare(&launch, o, q, k_cache, v_cache, block_tables, context_lens, s, dtype, workspace);
       error != kKernelOk) {
     return error;
   }
@@ -147,9 +143,9 @@ KernelError rotate_and_decode(void* o, const void* qkv, void* k_cache, void* v_c
                               const int32_t* context_lens, const PagedShape& s, const DecodeRotation& rotation,
                               void* workspace, StreamHandle stream) {
   if (s.S == 0) return kKernelOk;
-  PagedLaunch launch;
+  Launch launch;
   if (const KernelError error =
-          prepare_paged(&launch, o, qkv, k_cache, v_cache, block_tables, context_lens, s, DType::kBF16, workspace);
+          prepare(&launch, o, qkv, k_cache, v_cache, block_tables, context_lens, s, DType::kBF16, workspace);
       error != kKernelOk) {
     return error;
   }
@@ -198,10 +194,6 @@ KernelError write_kv(void* k_cache, void* v_cache, const void* k, const void* v,
   return launch_write_kv<uint16_t>(k_cache, v_cache, k, v, slots, N, K * D, k_stride, v_stride, stream);
 }
 
-KernelError step(void* logits, const DecodeStep& sizes, void* workspace, StreamHandle stream) {
-  return decode_step(logits, sizes, workspace, {}, stream);
-}
-
 }  // namespace
 
 const PagedAttentionKernels& paged_attention() {
@@ -210,8 +202,7 @@ const PagedAttentionKernels& paged_attention() {
 }
 
 const DecodeLayerKernels& decode_layer() {
-  static constexpr DecodeLayerKernels kTable{
-      layer_applies, norm_gemv, rotate_and_decode, decode_step_applies, decode_step_workspace_bytes, step};
+  static constexpr DecodeLayerKernels kTable{layer_applies, norm_gemv, rotate_and_decode};
   return kTable;
 }
 

@@ -103,15 +103,14 @@ __device__ void insert_new_key(uint4 (&k)[2][2 * kChunks], const RotatedRows<64 
     }
   }
 }
-template <int kValueChunks, int kMaxD>
-__device__ void insert_new_value(uint4 (&v)[4][kValueChunks], const RotatedRows<kMaxD>& rows, int in_tile, int D,
-                                 int first_chunk = 0) {
+template <int kChunks>
+__device__ void insert_new_value(uint4 (&v)[4][kChunks], const RotatedRows<64 * kChunks>& rows, int in_tile, int D) {
   const int lane = static_cast<int>(threadIdx.x) % 32, r = lane / 4, c = lane % 4;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
 #pragma unroll
-    for (int j = 0; j < kValueChunks; ++j) {
-      const int d = 64 * (first_chunk + j) + 8 * r;
+    for (int j = 0; j < kChunks; ++j) {
+      const int d = 64 * j + 8 * r;
       if (in_tile == 2 * c + i % 2 + 8 * (i / 2) && d < D) v[i][j] = *reinterpret_cast<const uint4*>(rows.v + d);
     }
   }
@@ -121,8 +120,7 @@ __device__ void insert_new_value(uint4 (&v)[4][kValueChunks], const RotatedRows<
 // times (D, 8 heads) queries; output: (D, 16 positions) values times (16 positions, 8 heads) weights. Both operands
 // come in 16-byte pieces: keys in mma_32's order of k, values with rows d permuted (row r of step (j, i) is d = 64 j +
 // 8 r + 2 i, row r + 8 is d + 1).
-//   kValueChunks: of the values' columns, 64 each, this warp has so many
-template <int kChunks, int kValueChunks = kChunks>
+template <int kChunks>
 class AttentionState {
  public:
   // The 16 positions from `tile` on, as far as they lie before `end`: first their keys, then their values. q: row r of
@@ -149,9 +147,9 @@ class AttentionState {
     p_[0] = transpose_8x8(pack_bf16(s[0], s[1]));
     p_[1] = transpose_8x8(pack_bf16(s[2], s[3]));
   }
-  __device__ void add_values(const uint4 (&v)[4][kValueChunks]) {
+  __device__ void add_values(const uint4 (&v)[4][kChunks]) {
 #pragma unroll
-    for (int j = 0; j < kValueChunks; ++j) {
+    for (int j = 0; j < kChunks; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float(&acc)[4] = o_[4 * j + i];
@@ -167,24 +165,23 @@ class AttentionState {
     }
   }
 
-  // To where JoinedWarps expects it, as what warp `warp` has seen. Several warps may have the chunks of the values'
-  // columns between them.
-  __device__ void leave(DecodeShared<64 * kChunks>& shared, int warp, int first_chunk = 0) {
+  // To where JoinedWarps expects it, as what warp `warp` has seen.
+  __device__ void leave(DecodeShared<64 * kChunks>& shared, int warp) {
     const int r = static_cast<int>(threadIdx.x) % 32 / 4, c = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       for (int offset = 4; offset < 32; offset *= 2) l_[i] += __shfl_xor_sync(~0u, l_[i], offset);
-      if (r == 0 && first_chunk == 0) {
+      if (r == 0) {
         shared.m[warp][2 * c + i] = m_[i];
         shared.l[warp][2 * c + i] = l_[i];
       }
     }
 #pragma unroll
-    for (int j = 0; j < kValueChunks; ++j) {
+    for (int j = 0; j < kChunks; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float(&acc)[4] = o_[4 * j + i];
-        const int d = 64 * (first_chunk + j) + 8 * r + 2 * i;
+        const int d = 64 * j + 8 * r + 2 * i;
         *reinterpret_cast<float2*>(&shared.o[warp][2 * c][d]) = make_float2(acc[0], acc[2]);
         *reinterpret_cast<float2*>(&shared.o[warp][2 * c + 1][d]) = make_float2(acc[1], acc[3]);
       }
@@ -192,7 +189,7 @@ class AttentionState {
   }
 
  private:
-  float o_[4 * kValueChunks][4] = {};
+  float o_[4 * kChunks][4] = {};
   float m_[2] = {-INFINITY, -INFINITY}, l_[2] = {0.0f, 0.0f};  // of heads 2c and 2c + 1; l of this lane's positions
   float correction_[2];                                        // what the last keys made of the weights before
   uint32_t p_[2];                                              // the weights of the last keys
@@ -243,7 +240,7 @@ __global__ void __launch_bounds__(kDecodeThreads) paged_decode_bf16_kernel(const
     if constexpr (kRotate) {
       if (new_token >= tile && new_token < tile + kTile) {
         insert_new_key<kChunks>(k, rows, new_token - tile, a.D);
-        insert_new_value(v, rows, new_token - tile, a.D);
+        insert_new_value<kChunks>(v, rows, new_token - tile, a.D);
       }
     }
     state.add_keys(k, q, tile, item.end, a.scale_log2);

@@ -2,7 +2,6 @@
 // kernels/cuda.
 #pragma once
 
-#include "kernels/cuda/decode_norm.cuh"
 #include "kernels/cuda/paged_decode_item.cuh"
 
 namespace kintsugi::kernels::cuda {
@@ -98,31 +97,31 @@ struct RawRows {
   }
 };
 
-// The block's query heads, and, where it `writes`, the new token's key and value, to the cache, too, by kWarps warps.
-// Ends with `barrier`, which waits for them.
-template <int kMaxD, int kWarps = kDecodeWarps, class Barrier = BlockBarrier>
+// The block's query heads, and, where it `writes`, the new token's key and value, to the cache, too. Ends with a
+// barrier.
+template <int kMaxD>
 __device__ void rotate_rows(RotatedRows<kMaxD>& rows, const RotationOfLane<kMaxD>& rotation, const RawRows& raw,
-                            const PagedArguments& a, const DecodeItem& item, bool writes, Barrier barrier = {}) {
+                            const PagedArguments& a, const DecodeItem& item, bool writes) {
   const DecodeRotation& how = a.rotation;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll 1
-  for (int h = warp; h < item.num_heads; h += kWarps) {
+  for (int h = warp; h < item.num_heads; h += kDecodeWarps) {
     rotation.turn(rows.q[h], raw.q + h * a.D, rotation.q_norm, how.eps, a.D);
   }
   if (writes) {
     const int64_t at = (how.slots[item.sequence] * a.K + item.kv_head) * a.D;
-    if (warp == kWarps - 1) {
+    if (warp == kDecodeWarps - 1) {
       rotation.turn(rows.k, raw.k, rotation.k_norm, how.eps, a.D);
       __syncwarp();
       copy_row(const_cast<void*>(a.k_cache), at, rows.k, a.D);
     }
-    if (warp == kWarps - 2) {
+    if (warp == kDecodeWarps - 2) {
       for (int d = lane; d < a.D; d += 32) rows.v[d] = raw.v[d];
       __syncwarp();
       copy_row(const_cast<void*>(a.v_cache), at, rows.v, a.D);
     }
   }
-  barrier();
+  __syncthreads();
 }
 
 }  // namespace kintsugi::kernels::cuda

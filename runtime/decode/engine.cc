@@ -18,8 +18,7 @@ TransformerOptions transformer_options(const EngineOptions& options) {
           .max_tokens = std::max(options.max_context, options.max_batch),
           .max_seq_len = options.max_context,
           .training = false,
-          .max_decode = options.max_batch,
-          .one_launch_decode = options.one_launch};
+          .max_decode = options.max_batch};
 }
 
 bool device_draws(const EngineOptions& options, const Backend& backend) {

@@ -49,7 +49,6 @@ struct EngineOptions {
   bool poison_unused = kPoisonKvByDefault;
   DrawTokens draw = DrawTokens::kAuto;
   bool use_graphs = true;   // decode steps as recorded graphs, where the backend records and draws
-  bool one_launch = false;  // decode steps of few sequences as one launch, where the kernels have it
 };
 
 // Bytes that an Engine allocates, beside the weights.

@@ -83,9 +83,6 @@ Status TransformerImpl::init(Stream& stream) {
   if (a_.decode_workspace != nullptr) {
     KTG_RETURN_IF_ERROR(backend_.zero(a_.decode_workspace, a_.decode_workspace_bytes, stream));
   }
-  if (a_.step_workspace != nullptr) {
-    KTG_RETURN_IF_ERROR(backend_.zero(a_.step_workspace, a_.step_workspace_bytes, stream));
-  }
   if (a_.cos_sin == nullptr) return ok_status();
   std::vector<float> table(static_cast<size_t>(config_.max_seq_len * D()));
   kernels::fill_rope_table(table.data(), config_.max_seq_len, D(), config_.rope_theta);
@@ -207,7 +204,6 @@ Status TransformerImpl::decode(void* logits, const int32_t* ids, const int32_t* 
                                const PagedCacheView& cache, UnitAccess& access, Stream& stream) {
   KTG_RETURN_IF_ERROR(check_batch(S, 1));
   const Pass pass{.ids = ids, .positions = positions, .B = S, .T = 1, .for_backward = false, .cache = &cache};
-  if (decodes_in_one_launch(pass, access)) return decode_in_one_launch(logits, pass, access, stream);
   if (decodes_by_layer(S)) return decode_by_layer(logits, pass, access, stream);
   KTG_RETURN_IF_ERROR(run_blocks(pass, access, stream));
   return with_unit(head_unit(), access, stream, [&](const UnitWeights& w) -> Status {

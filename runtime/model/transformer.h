@@ -34,9 +34,6 @@ class UnitAccess {
     const float* vectors = nullptr;
   };
   virtual Result<Weights> acquire(int unit, Stream& stream) = 0;
-  // Whether what acquire() gave stays valid after release(), until the weights are changed: a whole decode step can
-  // then be one launch.
-  virtual bool stays_valid() const { return false; }
   virtual Status release(int unit, Stream& stream) = 0;
   // Where backward writes the unit's gradient (fp32, sum over tokens, first element of the unit), and whether it must
   // add to what is there (gradient accumulation) or overwrite all of it. Padding is never touched.
@@ -56,7 +53,6 @@ class FlatUnitAccess final : public UnitAccess {
       : table_(table), master_(master), compute_(compute), gradients_(gradients), dtype_(dtype) {}
   void set_accumulate(bool accumulate) { accumulate_ = accumulate; }
   Result<Weights> acquire(int unit, Stream& stream) override;
-  bool stays_valid() const override { return true; }
   Status release(int unit, Stream& stream) override;
   Result<Gradients> gradients(int unit, Stream& stream) override;
   Status gradients_ready(int unit, Stream& stream) override;
@@ -124,7 +120,6 @@ struct TransformerOptions {
   bool one_length = false;    // every forward_backward() has sequences of max_seq_len: no workspace for others
   Recompute recompute = Recompute::kNone;
   bool deterministic = true;       // false: attention's backward may sum in an order that varies
-  bool one_launch_decode = false;  // a decode step of few sequences is one launch, where the kernels have it
   bool documents = false;          // batches may hold several documents a sequence
 };
 

@@ -83,49 +83,4 @@ Status TransformerImpl::decode_attention(const Pass& pass, int64_t l, const Unit
       "attention.decode");
 }
 
-kernels::DecodeStep TransformerImpl::decode_step_sizes(const Pass& pass) const {
-  const PagedCacheView& cache = *pass.cache;
-  kernels::DecodeStep step{};
-  step.L = L(), step.C = C(), step.F = F(), step.V = V();
-  step.eps = static_cast<float>(config_.norm_eps);
-  step.ids = pass.ids;
-  step.block_tables = cache.block_tables();
-  step.context_lens = cache.context_lens();
-  step.shape = paged_shape(pass);
-  step.cos_sin = a_.cos_sin;
-  step.positions = pass.positions;
-  step.slots = cache.new_slots();
-  return step;
-}
-
-bool TransformerImpl::decodes_in_one_launch(const Pass& pass, const UnitAccess& access) const {
-  return a_.step_workspace != nullptr && pass.N() <= kOneLaunchRows && access.stays_valid() && k_.decode_layer->step_applies(decode_step_sizes(pass));
-}
-
-Status TransformerImpl::decode_in_one_launch(void* logits, const Pass& pass, UnitAccess& access, Stream& stream) {
-  kernels::DecodeStep step = decode_step_sizes(pass);
-  std::vector<kernels::DecodeStepLayer> layers;
-  const BlockLayout& at = layout_.block;
-  KTG_RETURN_IF_ERROR(with_unit(0, access, stream, [&](const UnitWeights& w) {
-    step.token_table = w.matrix(layout_.token_table);
-    return ok_status();
-  }));
-  for (int64_t l = 0; l < L(); ++l) {
-    KTG_RETURN_IF_ERROR(with_unit(static_cast<int>(l) + 1, access, stream, [&](const UnitWeights& w) {
-      layers.push_back({w.matrix(at.qkv_w), w.matrix(at.o_w), w.matrix(at.up_w), w.matrix(at.down_w),
-                        w.vector(at.norm1_w), w.vector(at.norm2_w), w.vector(at.qkv_b), w.vector(at.q_norm),
-                        w.vector(at.k_norm), pass.cache->k_cache(l), pass.cache->v_cache(l)});
-      return ok_status();
-    }));
-  }
-  step.layers = layers.data();
-  return with_unit(head_unit(), access, stream, [&](const UnitWeights& w) {
-    return with_head_matrix(w, access, stream, [&](const void* matrix) {
-      step.head = matrix;
-      step.norm = w.vector(layout_.norm_w);
-      return stream.launched(k_.decode_layer->step(logits, step, a_.step_workspace, stream.handle()), "decode step");
-    });
-  });
-}
-
 }  // namespace kintsugi::runtime

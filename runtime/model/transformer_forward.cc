@@ -80,19 +80,16 @@ Status TransformerImpl::attention_forward(const Pass& pass, int64_t l, const Uni
   }
   const void* keys = offset(a.qkv, H() * D());
   const void* values = offset(a.qkv_raw, (H() + K()) * D());
-  const kernels::AttentionShape shape = attention_shape(config_, options_, pass.B, pass.T);
   if (pass.cache != nullptr) {
     const PagedCacheView& cache = *pass.cache;
     KTG_RETURN_IF_ERROR(
         stream.launched(k_.paged_attention->write_kv(cache.k_cache(l), cache.v_cache(l), keys, values,
                                                      cache.new_slots(), N, K(), D(), QKV(), QKV(), dtype, s),
                         "write_kv"));
-    const kernels::PagedShape paged{
-        N, H(), K(), D(), cache.kv_block_tokens(), cache.block_table_width(), QKV(), H() * D(), shape.scale};
-    KTG_RETURN_IF_ERROR(
-        stream.launched(k_.paged_attention->decode(a.o, a.qkv, cache.k_cache(l), cache.v_cache(l), cache.block_tables(),
-                                                   cache.context_lens(), paged, dtype, a_.decode_workspace, s),
-                        "attention.decode"));
+    KTG_RETURN_IF_ERROR(stream.launched(
+        k_.paged_attention->decode(a.o, a.qkv, cache.k_cache(l), cache.v_cache(l), cache.block_tables(),
+                                   cache.context_lens(), paged_shape(pass), dtype, a_.decode_workspace, s),
+        "attention.decode"));
   } else {
     if (pass.sink != nullptr) KTG_RETURN_IF_ERROR(pass.sink->write(l, keys, values, N, QKV(), QKV(), stream));
     if (l == 0) KTG_RETURN_IF_ERROR(clear_behind_prompt(pass, a, stream));

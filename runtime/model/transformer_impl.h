@@ -75,10 +75,6 @@ class TransformerImpl final : public Transformer {
   // A decode step in few launches, where the kernels have them.
   bool decodes_by_layer(int64_t S) const;
   Status decode_by_layer(void* logits, const Pass& pass, UnitAccess& access, Stream& stream);
-  // Or in one. Fills in all but the weights, which need an access.
-  kernels::DecodeStep decode_step_sizes(const Pass& pass) const;
-  bool decodes_in_one_launch(const Pass& pass, const UnitAccess& access) const;
-  Status decode_in_one_launch(void* logits, const Pass& pass, UnitAccess& access, Stream& stream);
   // The residual stream goes from one buffer to the other, because every block of a launch reads it while one writes
   // it.
   struct DecodeStreams {

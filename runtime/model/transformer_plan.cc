@@ -40,28 +40,12 @@ int64_t norm_workspace_bytes(const ModelConfig& config, const TransformerOptions
   return most;
 }
 
-// Of S sequences, each with its cache in one kv_block.
-kernels::PagedShape paged_shape(const ModelConfig& config, int64_t S, int64_t max_seq_len) {
-  const int64_t H = config.num_heads, K = config.kv_heads(), D = config.head_size();
-  return {S, H, K, D, max_seq_len, 1, (H + 2 * K) * D, H * D, 1.0f};
-}
-
 int64_t decode_workspace_bytes(const ModelConfig& config, const TransformerOptions& options,
                                const kernels::KernelTable& kernels) {
-  return kernels.paged_attention->decode_workspace_bytes(paged_shape(config, options.max_decode, options.max_seq_len),
-                                                         options.dtype);
-}
-
-int64_t step_workspace_bytes(const ModelConfig& config, const TransformerOptions& options,
-                             const kernels::KernelTable& kernels) {
-  if (!options.one_launch_decode || options.max_decode == 0 || kernels.decode_layer == nullptr ||
-      options.dtype != DType::kBF16 || config.is_gpt2()) {
-    return 0;
-  }
-  kernels::DecodeStep sizes{};
-  sizes.L = config.num_layers, sizes.C = config.dim, sizes.F = config.ffn_dim, sizes.V = config.vocab_size;
-  sizes.shape = paged_shape(config, std::min(options.max_decode, kOneLaunchRows), options.max_seq_len);
-  return kernels.decode_layer->step_workspace_bytes(sizes);
+  const int64_t H = config.num_heads, K = config.kv_heads(), D = config.head_size();
+  const int64_t S = options.max_decode;
+  const kernels::PagedShape shape{S, H, K, D, options.max_seq_len, 1, (H + 2 * K) * D, H * D, 1.0f};
+  return kernels.paged_attention->decode_workspace_bytes(shape, options.dtype);
 }
 
 }  // namespace
@@ -144,8 +128,6 @@ Activations plan_activations(const ModelConfig& config, const TransformerOptions
   if (!training) {
     a.decode_workspace_bytes = options.max_decode == 0 ? 0 : decode_workspace_bytes(config, options, kernels);
     a.decode_workspace = a.decode_workspace_bytes == 0 ? nullptr : take(a.decode_workspace_bytes);
-    a.step_workspace_bytes = step_workspace_bytes(config, options, kernels);
-    a.step_workspace = a.step_workspace_bytes == 0 ? nullptr : take(a.step_workspace_bytes);
     return a;
   }
 

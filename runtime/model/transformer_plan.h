@@ -45,9 +45,6 @@ struct Activations {
   // Without training: for the decode step's attention, zeros before its first use. Null when it needs none.
   void* decode_workspace;
   int64_t decode_workspace_bytes;
-  // The same for a decode step that is one launch.
-  void* step_workspace;
-  int64_t step_workspace_bytes;
   // Backward.
   void* d_stream;  // (N, C) T
   void* d_branch;  // (N, C) T: the same memory as branch
@@ -57,10 +54,6 @@ struct Activations {
   void* workspace;
   int64_t workspace_bytes;
 };
-
-// Up to so many sequences a decode step is made by one launch, where the options want it: with more, the launches one by
-// one are faster (measured at 4).
-inline constexpr int64_t kOneLaunchRows = 1;
 
 // The rows that a prompt's attention is padded to where a library plans anew for each number of them, a tenth of a
 // second each: 64 and its doubles, and the middles between them. Attention is a small part of a prompt's work.

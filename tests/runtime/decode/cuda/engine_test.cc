@@ -129,9 +129,8 @@ TEST_P(CudaEngineBitsTest, GraphsAndLaunchesAndCompanyGiveTheSameTokens) {
   GpuModel device(host);
   std::vector<std::vector<int32_t>> texts;
   for (const bool graphs : {true, false}) {
-    for (const int64_t batch : {1, 6, -1}) {  // negative: the step as one launch
-      const std::unique_ptr<Engine> engine =
-          device.engine({.max_batch = std::abs(batch), .use_graphs = graphs, .one_launch = batch < 0});
+    for (const int64_t batch : {1, 6}) {
+      const std::unique_ptr<Engine> engine = device.engine({.max_batch = batch, .use_graphs = graphs});
       Generated out[6];
       for (int i = 0; i < 6; ++i) {
         ASSERT_TRUE(engine->add(recording(random_prompt(5 + i, 40 + i, 1000), 60, varied_sampling(i), &out[i])).ok());
