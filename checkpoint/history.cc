@@ -64,7 +64,8 @@ Status write_histories(FileSystem& fs, const std::string& checkpoint_dir, const 
     array.push_back(
         {{"run_id", history.run_id}, {"parent_run_id", history.parent_run_id}, {"parent_step", history.parent_step}});
   }
-  KTG_ASSIGN_OR_RETURN(const std::string text, seal_json({{"format", kHistoriesFormat}, {"version", 1}, {"histories", array}}));
+  KTG_ASSIGN_OR_RETURN(const std::string text,
+                       seal_json({{"format", kHistoriesFormat}, {"version", 1}, {"histories", array}}));
   return write_file_durably(fs, checkpoint_dir, kHistoriesFile, text);
 }
 

@@ -91,10 +91,6 @@ int64_t kernel_bytes(const RunConfig& config, int world_size) {
   return kernels::cpu::attention_scratch_bytes(shape, std::max(1, cpus / world_size)) + kProductBytes;
 }
 
-}  // namespace
-
-namespace {
-
 // `device`: where state and step lie on a GPU; its kernels null where nobody knows them here, and what follows from
 // them is left out.
 MemoryPlan make_plan(const RunConfig& config, int world_size, const std::optional<PlanDevice>& device) {

@@ -18,7 +18,7 @@ const StepRates& h200_rates() {
       .source =
           "one H200: products 720 TFLOP/s, attention 279 to 543 by head size and length, copies 4.28 TB/s,\n"
           "  of which whole steps reach 0.94 (0.92 to 0.95 at the shapes of experiments/train_speed/results);\n"
-                "  between host and GPU 48 GB/s each way (configs/8b_full.toml, offloaded)"};
+          "  between host and GPU 48 GB/s each way (configs/8b_full.toml, offloaded)"};
   return rates;
 }
 

@@ -50,8 +50,8 @@ class Matmul {
 
 // At most `count` algorithms within the process's bounds (library_handles.h): those that the library proposes, eight at
 // most whatever is asked for; these with tiles that divide the output well (gemm_tiles.h); and those that it proposes
-// for products of half, twice, a quarter and four times a size, where it runs them here, too. Its model of the device is
-// off by more than they differ.
+// for products of half, twice, a quarter and four times a size, where it runs them here, too. Its model of the device
+// is off by more than they differ.
 cublasStatus_t propose_widely(std::vector<cublasLtMatmulAlgo_t>* algorithms, Matmul& matmul, const GemmProblem& problem,
                               const Operands& operands, int count);
 

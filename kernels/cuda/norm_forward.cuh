@@ -29,7 +29,8 @@ __global__ void __launch_bounds__(kNormForwardThreads) norm_forward_kernel(NormF
   __shared__ float scratch[2][kRows][32];
   const int32_t group = rows.group, lane = static_cast<int32_t>(threadIdx.x) % group;
   const int32_t packs = rows.C / kVec;
-  const int64_t n = (int64_t{block_from_end()} * (static_cast<int32_t>(blockDim.x) / group) + threadIdx.x / group) * kRows;
+  const int64_t n =
+      (int64_t{block_from_end()} * (static_cast<int32_t>(blockDim.x) / group) + threadIdx.x / group) * kRows;
   int64_t row[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) row[r] = n + r < rows.N ? rows.offset(n + r) : -1;

@@ -48,7 +48,7 @@ struct EngineOptions {
   int64_t num_kv_blocks = 0;     // 0: as many as max_batch sequences of max_context can use
   bool poison_unused = kPoisonKvByDefault;
   DrawTokens draw = DrawTokens::kAuto;
-  bool use_graphs = true;   // decode steps as recorded graphs, where the backend records and draws
+  bool use_graphs = true;  // decode steps as recorded graphs, where the backend records and draws
 };
 
 // Bytes that an Engine allocates, beside the weights.

@@ -119,8 +119,8 @@ struct TransformerOptions {
   int64_t max_decode = 0;     // the most sequences of a decode(); 0: only where decode needs no workspace
   bool one_length = false;    // every forward_backward() has sequences of max_seq_len: no workspace for others
   Recompute recompute = Recompute::kNone;
-  bool deterministic = true;       // false: attention's backward may sum in an order that varies
-  bool documents = false;          // batches may hold several documents a sequence
+  bool deterministic = true;  // false: attention's backward may sum in an order that varies
+  bool documents = false;     // batches may hold several documents a sequence
 };
 
 // The linear layers of a forward and backward over N tokens, each kind once.

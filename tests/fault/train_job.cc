@@ -291,18 +291,14 @@ Json TrainJob::newest_processes(int rank) const {
   }
 }
 
-pid_t TrainJob::worker(int rank) const {
-  return newest_processes(rank)["worker_pid"].get<pid_t>();
-}
+pid_t TrainJob::worker(int rank) const { return newest_processes(rank)["worker_pid"].get<pid_t>(); }
 
 pid_t TrainJob::spare(int rank) const {
   const Json p = newest_processes(rank);
   return p["spare_pids"].empty() ? 0 : p["spare_pids"][0].get<pid_t>();
 }
 
-pid_t TrainJob::agent(int rank) const {
-  return newest_processes(rank)["agent_pid"].get<pid_t>();
-}
+pid_t TrainJob::agent(int rank) const { return newest_processes(rank)["agent_pid"].get<pid_t>(); }
 
 std::set<pid_t> TrainJob::all_processes() const {
   std::set<pid_t> out;

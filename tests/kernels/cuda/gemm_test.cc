@@ -337,8 +337,7 @@ TEST_P(CudaGemmTest, EveryAlgorithmThatIsProposedGivesRightResults) {
       EXPECT_EQ(matmul.run(operands, algorithms[i], scratch, cuda::stream_scratch_bytes(), nullptr),
                 CUBLAS_STATUS_SUCCESS)
           << to_string(problem) << ", " << i;
-      expect_close(d.array(out), expected, sum_error(terms), 2 * unit_roundoff(out),
-                   to_string(problem).c_str());
+      expect_close(d.array(out), expected, sum_error(terms), 2 * unit_roundoff(out), to_string(problem).c_str());
     }
   }
 }
