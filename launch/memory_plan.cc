@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <optional>
 #include <thread>
 
@@ -11,6 +12,7 @@
 #include "comm/nccl/nccl_environment.h"
 #include "kernels/cpu/scratch.h"
 #include "launch/nearest_fit.h"
+#include "launch/scheduling.h"
 #include "launch/token_arrays.h"
 #include "parallel/data_parallel.h"
 #include "parallel/fully_sharded.h"
@@ -87,8 +89,9 @@ int64_t kernel_bytes(const RunConfig& config, int world_size) {
   const runtime::ModelConfig& m = config.model;
   kernels::AttentionShape shape{};
   shape.T = config.training.seq_len, shape.H = m.num_heads, shape.K = m.kv_heads(), shape.D = m.head_size();
-  const auto cpus = static_cast<int>(std::thread::hardware_concurrency());
-  return kernels::cpu::attention_scratch_bytes(shape, std::max(1, cpus / world_size)) + kProductBytes;
+  const int threads = threads_per_rank(static_cast<int>(std::thread::hardware_concurrency()), cgroup_cpu_quota(""),
+                                       world_size, std::getenv("OMP_NUM_THREADS"));
+  return kernels::cpu::attention_scratch_bytes(shape, threads) + kProductBytes;
 }
 
 // `device`: where state and step lie on a GPU; its kernels null where nobody knows them here, and what follows from

@@ -157,29 +157,57 @@ class CudaAttentionTest : public CudaRowwiseTest {
     Problem p = make_problem(sizes, dtype(), rng_, gap);
     p.shape.deterministic = deterministic;
     const DeviceProblem d(p);
-    Outputs expected(p), actual(p);
+    Outputs expected(p);
     reference_forward(expected, p);
     reference_backward(expected, p);
     clear_gaps(expected, p);
     const std::string what = to_string(sizes) + (plain ? " plain" : " table") + (deterministic ? " deterministic" : "");
-    KernelError error = d.forward(plain);
-    EXPECT_EQ(error, kKernelOk) << text(error) << ", " << what;
-    if (error != kKernelOk) return;
-    Outputs forward_only(p);
-    download(forward_only, d);
-    clear_gaps(forward_only.o, p.o_width, sizes.H * sizes.D);
-    expect_near_forward(forward_only, expected, p, 1, what);
-    d.set_forward_results(expected);
-    error = d.backward(plain);
-    EXPECT_EQ(error, kKernelOk) << text(error) << ", " << what;
-    if (error != kKernelOk) return;
-    download(actual, d);
-    clear_gaps(actual.d_qkv, p.qkv_width, (sizes.H + 2 * sizes.K) * sizes.D);
-    expect_near_backward(actual, expected, p, 1, what);
+    if (!check_against(expected, p, d, plain, what)) return;
     if (!plain && dtype() == DType::kBF16) {
       const std::string library = cuda::attention().library(p.shape, dtype());
       if (library.find("plain") != std::string::npos) std::cout << what << ": " << library << std::endl;
     }
+  }
+
+  // False: a call failed, and nothing after it was compared.
+  bool check_against(const Outputs& expected, const Problem& p, const DeviceProblem& d, bool plain,
+                     const std::string& what) {
+    KernelError error = d.forward(plain);
+    EXPECT_EQ(error, kKernelOk) << text(error) << ", " << what;
+    if (error != kKernelOk) return false;
+    Outputs forward_only(p), actual(p);
+    download(forward_only, d);
+    clear_gaps(forward_only.o, p.o_width, p.s.H * p.s.D);
+    expect_near_forward(forward_only, expected, p, 1, what);
+    d.set_forward_results(expected);
+    error = d.backward(plain);
+    EXPECT_EQ(error, kKernelOk) << text(error) << ", " << what;
+    if (error != kKernelOk) return false;
+    download(actual, d);
+    clear_gaps(actual.d_qkv, p.qkv_width, (p.s.H + 2 * p.s.K) * p.s.D);
+    expect_near_backward(actual, expected, p, 1, what);
+    return true;
+  }
+
+  // The library's graphs against the plain kernels, and against themselves in a second run.
+  void check_library_against_plain(const Problem& p, const DeviceProblem& d, const std::string& what) {
+    Outputs plain(p), library(p), again(p);
+    ASSERT_EQ(d.forward(true), kKernelOk);
+    ASSERT_EQ(d.backward(true), kKernelOk);
+    download(plain, d);
+    for (Outputs* out : {&library, &again}) {
+      KernelError error = d.forward(false);
+      ASSERT_EQ(error, kKernelOk) << text(error) << ", " << what;
+      error = d.backward(false);
+      ASSERT_EQ(error, kKernelOk) << text(error) << ", " << what;
+      download(*out, d);
+    }
+    expect_same_bits(again.o, library.o, "o again, " + what);
+    if (p.shape.deterministic) expect_same_bits(again.d_qkv, library.d_qkv, "d_qkv again, " + what);
+    clear_gaps(plain, p);
+    clear_gaps(library, p);
+    expect_near_forward(library, plain, p, 2, what);
+    expect_near_backward(library, plain, p, 2, what);
   }
 };
 
@@ -215,23 +243,7 @@ TEST_P(CudaAttentionTest, LibraryAndPlainKernelsAgreeAtTrainingSizes) {
                   << cuda::cudnn_attention_scratch_bytes(p.shape, cuda::AttentionPass::kBackward) << " bytes, bound "
                   << cuda::attention().backward_workspace_bytes(p.shape, dtype()) << std::endl;
       }
-      Outputs plain(p), library(p), again(p);
-      ASSERT_EQ(d.forward(true), kKernelOk);
-      ASSERT_EQ(d.backward(true), kKernelOk);
-      download(plain, d);
-      for (Outputs* out : {&library, &again}) {
-        KernelError error = d.forward(false);
-        ASSERT_EQ(error, kKernelOk) << text(error) << ", " << what;
-        error = d.backward(false);
-        ASSERT_EQ(error, kKernelOk) << text(error) << ", " << what;
-        download(*out, d);
-      }
-      expect_same_bits(again.o, library.o, "o again, " + what);
-      if (deterministic) expect_same_bits(again.d_qkv, library.d_qkv, "d_qkv again, " + what);
-      clear_gaps(plain, p);
-      clear_gaps(library, p);
-      expect_near_forward(library, plain, p, 2, what);
-      expect_near_backward(library, plain, p, 2, what);
+      ASSERT_NO_FATAL_FAILURE(check_library_against_plain(p, d, what));
     }
   }
 }
@@ -377,20 +389,7 @@ TEST_P(CudaAttentionTest, DocumentsPackedInASequenceMatchTheReference) {
       const DeviceProblem d(p);
       const std::string what =
           to_string(sizes) + " documents" + (masked ? " masked" : " plain") + (deterministic ? " deterministic" : "");
-      Outputs actual(p);
-      KernelError error = d.forward(false);
-      EXPECT_EQ(error, kKernelOk) << text(error) << ", " << what;
-      if (error != kKernelOk) continue;
-      download(actual, d);
-      clear_gaps(actual.o, p.o_width, sizes.H * sizes.D);
-      expect_near_forward(actual, expected, p, 1, what);
-      d.set_forward_results(expected);
-      error = d.backward(false);
-      EXPECT_EQ(error, kKernelOk) << text(error) << ", " << what;
-      if (error != kKernelOk) continue;
-      download(actual, d);
-      clear_gaps(actual.d_qkv, p.qkv_width, (sizes.H + 2 * sizes.K) * sizes.D);
-      expect_near_backward(actual, expected, p, 1, what);
+      if (!check_against(expected, p, d, false, what)) continue;
       if (masked && dtype() == DType::kBF16) {
         std::cout << what << ": " << cuda::attention().library(p.shape, dtype()) << std::endl;
       }
@@ -409,24 +408,8 @@ TEST_P(CudaAttentionTest, LibraryAndPlainKernelsAgreeOnDocumentsAtTrainingSizes)
       p.shape.deterministic = deterministic;
       const DeviceProblem d(p);
       const std::string what = to_string(sizes) + " documents" + (deterministic ? " deterministic" : "");
-      Outputs plain(p), library(p), again(p);
-      ASSERT_EQ(d.forward(true), kKernelOk);
-      ASSERT_EQ(d.backward(true), kKernelOk);
-      download(plain, d);
-      for (Outputs* out : {&library, &again}) {
-        KernelError error = d.forward(false);
-        EXPECT_EQ(error, kKernelOk) << text(error) << ", " << what;
-        error = d.backward(false);
-        EXPECT_EQ(error, kKernelOk) << text(error) << ", " << what;
-        download(*out, d);
-      }
+      ASSERT_NO_FATAL_FAILURE(check_library_against_plain(p, d, what));
       EXPECT_EQ(std::string(cuda::attention().library(p.shape, dtype())), cuda::cudnn_version()) << what;
-      expect_same_bits(again.o, library.o, "o again, " + what);
-      if (deterministic) expect_same_bits(again.d_qkv, library.d_qkv, "d_qkv again, " + what);
-      clear_gaps(plain, p);
-      clear_gaps(library, p);
-      expect_near_forward(library, plain, p, 2, what);
-      expect_near_backward(library, plain, p, 2, what);
     }
   }
 }
