@@ -13,18 +13,16 @@ nothing waits for the device in between, and the slowest rank's median counts.
 
 import argparse
 import json
-import math
 import os
 import pathlib
 import statistics
 import sys
-import tomllib
 
 import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "train_speed"))
-from pytorch_model import Config, Model, rotation  # noqa: E402
+from pytorch_model import Model, check_losses, read_config, rotation  # noqa: E402
 
 
 def sharded(shape, recompute):
@@ -82,7 +80,7 @@ def train(net, config, shape, steps, warm_up):
     torch.cuda.synchronize()
     times = [a.elapsed_time(b) for a, b in zip(events, events[1:])]
     losses = [x.item() for x in losses]
-    assert abs(losses[0] - math.log(shape.V) - shape.C * 0.02**2 / 2) < 0.1 and all(map(math.isfinite, losses)), losses
+    check_losses(shape, losses)
     return statistics.median(times[warm_up:]), losses
 
 
@@ -95,11 +93,7 @@ def main():
     parser.add_argument("--batch", type=int, help="sequences a rank, instead of the configuration's")
     parser.add_argument("--json")
     args = parser.parse_args()
-    with open(args.config, "rb") as f:
-        config = tomllib.load(f)
-    if args.batch:
-        config["training"]["global_batch_size"] = args.batch
-    shape = Config(config["model"])
+    config, shape = read_config(args.config, args.batch)
     device = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=torch.device("cuda", device))

@@ -6,6 +6,7 @@ q, k, v are one matrix, gate and up another.
 """
 
 import math
+import tomllib
 
 import torch
 import torch.nn as nn
@@ -25,6 +26,21 @@ class Config:
         self.theta = model.get("rope_theta", 10000.0)
         self.tied = model.get("tied_embedding", False)
         self.gpt2 = self.family == "gpt2"
+
+
+def read_config(path, batch=None):
+    """A configuration file of `train`, with `batch` sequences a step instead of its own where given, and its model."""
+    with open(path, "rb") as f:
+        config = tomllib.load(f)
+    if batch:
+        config["training"]["global_batch_size"] = batch
+    return config, Config(config["model"])
+
+
+def check_losses(shape, losses):
+    """Every loss is finite, and the first that of fresh weights: normed activations times weights of deviation 0.02 make
+    normal logits of variance C 0.02^2."""
+    assert abs(losses[0] - math.log(shape.V) - shape.C * 0.02**2 / 2) < 0.1 and all(map(math.isfinite, losses)), losses
 
 
 class Linear(nn.Module):

@@ -12,15 +12,13 @@ Also told: peak memory, and the seconds from the start of the process to the end
 
 import argparse
 import json
-import math
 import os
 import statistics
 import time
-import tomllib
 
 import torch
 
-from pytorch_model import Config, Model
+from pytorch_model import Model, check_losses, read_config
 
 WARM_UP = 5
 
@@ -63,7 +61,7 @@ def train(config, shape, mode, micro, steps, attention):
     torch.cuda.synchronize()
     times = [a.elapsed_time(b) for a, b in zip(events, events[1:])]
     losses = [x.item() for x in losses]
-    assert abs(losses[0] - math.log(shape.V) - shape.C * 0.02**2 / 2) < 0.1 and all(map(math.isfinite, losses)), losses
+    check_losses(shape, losses)
     median = statistics.median(times[WARM_UP:])
     return times, median, model.flops_per_token(T), ended
 
@@ -84,11 +82,7 @@ def main():
     parser.add_argument("--attention", choices=["flash", "cudnn"], help="kernels of the attention; PyTorch's choice if not given")
     parser.add_argument("--json")
     args = parser.parse_args()
-    with open(args.config, "rb") as f:
-        config = tomllib.load(f)
-    if args.batch:
-        config["training"]["global_batch_size"] = args.batch
-    shape = Config(config["model"])
+    config, shape = read_config(args.config, args.batch)
     B, T = config["training"]["global_batch_size"], config["training"]["seq_len"]
     backends = {"flash": torch.nn.attention.SDPBackend.FLASH_ATTENTION, "cudnn": torch.nn.attention.SDPBackend.CUDNN_ATTENTION}
     micro, result = B, None
