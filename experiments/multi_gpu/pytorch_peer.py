@@ -13,6 +13,7 @@ nothing waits for the device in between, and the slowest rank's median counts.
 
 import argparse
 import json
+import math
 import os
 import pathlib
 import statistics
