@@ -90,9 +90,10 @@ class TileQueue {
   int in_ = 0, out_ = 0;
 };
 
-// Puts the new token's key or value, which this launch itself makes, where a tile's lanes expect it.
+// Puts the new token's key and value, which this launch itself makes, where a tile's lanes expect them.
 template <int kChunks>
-__device__ void insert_new_key(uint4 (&k)[2][2 * kChunks], const RotatedRows<64 * kChunks>& rows, int in_tile, int D) {
+__device__ void insert_new_token(uint4 (&k)[2][2 * kChunks], uint4 (&v)[4][kChunks],
+                                 const RotatedRows<64 * kChunks>& rows, int in_tile, int D) {
   const int lane = static_cast<int>(threadIdx.x) % 32, r = lane / 4, c = lane % 4;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -102,10 +103,6 @@ __device__ void insert_new_key(uint4 (&k)[2][2 * kChunks], const RotatedRows<64 
       if (in_tile == r + 8 * i && d < D) k[i][j] = *reinterpret_cast<const uint4*>(rows.k + d);
     }
   }
-}
-template <int kChunks>
-__device__ void insert_new_value(uint4 (&v)[4][kChunks], const RotatedRows<64 * kChunks>& rows, int in_tile, int D) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, r = lane / 4, c = lane % 4;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
 #pragma unroll
@@ -123,12 +120,11 @@ __device__ void insert_new_value(uint4 (&v)[4][kChunks], const RotatedRows<64 * 
 template <int kChunks>
 class AttentionState {
  public:
-  // The 16 positions from `tile` on, as far as they lie before `end`: first their keys, then their values. q: row r of
-  // the queries, in pieces of 32 columns.
-  __device__ void add_keys(const uint4 (&k)[2][2 * kChunks], const uint4 (&q)[2 * kChunks], int tile, int end,
-                           float scale_log2) {
+  // The 16 positions from `tile` on, as far as they lie before `end`. q: row r of the queries, in pieces of 32 columns.
+  __device__ void add(const uint4 (&k)[2][2 * kChunks], const uint4 (&v)[4][kChunks], const uint4 (&q)[2 * kChunks],
+                      int tile, int end, float scale_log2) {
     const int r = static_cast<int>(threadIdx.x) % 32 / 4;
-    float s[4] = {};
+    float s[4] = {}, correction[2];
 #pragma unroll
     for (int j = 0; j < 2 * kChunks; ++j) mma_32(s, k[0][j], k[1][j], q[j]);
 #pragma unroll
@@ -138,29 +134,26 @@ class AttentionState {
       float max = fmaxf(s[i], s[i + 2]);
       for (int offset = 4; offset < 32; offset *= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, offset));
       max = fmaxf(max, m_[i]);
-      correction_[i] = weight(m_[i], max);
+      correction[i] = weight(m_[i], max);
       m_[i] = max;
       s[i] = weight(s[i], max);
       s[i + 2] = weight(s[i + 2], max);
-      l_[i] = l_[i] * correction_[i] + s[i] + s[i + 2];
+      l_[i] = l_[i] * correction[i] + s[i] + s[i + 2];
     }
-    p_[0] = transpose_8x8(pack_bf16(s[0], s[1]));
-    p_[1] = transpose_8x8(pack_bf16(s[2], s[3]));
-  }
-  __device__ void add_values(const uint4 (&v)[4][kChunks]) {
+    const uint32_t p0 = transpose_8x8(pack_bf16(s[0], s[1])), p1 = transpose_8x8(pack_bf16(s[2], s[3]));
 #pragma unroll
     for (int j = 0; j < kChunks; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float(&acc)[4] = o_[4 * j + i];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) acc[e] *= correction_[e % 2];
+        for (int e = 0; e < 4; ++e) acc[e] *= correction[e % 2];
         const uint32_t w0 = reinterpret_cast<const uint32_t*>(&v[0][j])[i],
                        w1 = reinterpret_cast<const uint32_t*>(&v[1][j])[i],
                        w2 = reinterpret_cast<const uint32_t*>(&v[2][j])[i],
                        w3 = reinterpret_cast<const uint32_t*>(&v[3][j])[i];
         mma(acc, __byte_perm(w0, w1, 0x5410), __byte_perm(w0, w1, 0x7632), __byte_perm(w2, w3, 0x5410),
-            __byte_perm(w2, w3, 0x7632), p_[0], p_[1]);
+            __byte_perm(w2, w3, 0x7632), p0, p1);
       }
     }
   }
@@ -191,8 +184,6 @@ class AttentionState {
  private:
   float o_[4 * kChunks][4] = {};
   float m_[2] = {-INFINITY, -INFINITY}, l_[2] = {0.0f, 0.0f};  // of heads 2c and 2c + 1; l of this lane's positions
-  float correction_[2];                                        // what the last keys made of the weights before
-  uint32_t p_[2];                                              // the weights of the last keys
 };
 
 // bf16 on the tensor cores.
@@ -204,8 +195,7 @@ __global__ void __launch_bounds__(kDecodeThreads) paged_decode_bf16_kernel(const
   __shared__ RotatedRows<kRotate ? 64 * kChunks : 8> rows;
   allow_next();
   if constexpr (!kRotate) wait_for_previous();
-  const DecodeItem item(a, static_cast<int>(gridDim.x) / a.splits, static_cast<int>(blockIdx.x),
-                        static_cast<int>(blockIdx.y));
+  const DecodeItem item(a);
   if (item.split >= item.active) return;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, r = lane / 4,
             c = lane % 4;
@@ -223,7 +213,7 @@ __global__ void __launch_bounds__(kDecodeThreads) paged_decode_bf16_kernel(const
   if constexpr (kRotate) {
     const RotationOfLane<64 * kChunks> rotation(a.rotation, item.sequence, a.D);
     wait_for_previous();  // for q, k and v of the new token; the rest has been there for long
-    rotate_rows(rows, rotation, RawRows::of(a, item), a, item, writes);
+    rotate_rows(rows, rotation, a, item, writes);
     q_row = rows.q[r];
   }
 #pragma unroll
@@ -238,13 +228,9 @@ __global__ void __launch_bounds__(kDecodeThreads) paged_decode_bf16_kernel(const
     queue.take(k, v);
     queue.request(tile + (Queue::kStages - 1) * kSplitUnit);
     if constexpr (kRotate) {
-      if (new_token >= tile && new_token < tile + kTile) {
-        insert_new_key<kChunks>(k, rows, new_token - tile, a.D);
-        insert_new_value<kChunks>(v, rows, new_token - tile, a.D);
-      }
+      if (new_token >= tile && new_token < tile + kTile) insert_new_token(k, v, rows, new_token - tile, a.D);
     }
-    state.add_keys(k, q, tile, item.end, a.scale_log2);
-    state.add_values(v);
+    state.add(k, v, q, tile, item.end, a.scale_log2);
   }
 
   auto& shared = *reinterpret_cast<DecodeShared<64 * kChunks>*>(memory);
@@ -260,8 +246,7 @@ __global__ void __launch_bounds__(kDecodeThreads) paged_decode_f32_kernel(const 
   __shared__ DecodeShared<32 * kPerLane> shared;
   allow_next();
   wait_for_previous();
-  const DecodeItem item(a, static_cast<int>(gridDim.x) / a.splits, static_cast<int>(blockIdx.x),
-                        static_cast<int>(blockIdx.y));
+  const DecodeItem item(a);
   if (item.split >= item.active) return;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const auto* const k_cache = static_cast<const float*>(a.k_cache);

@@ -44,10 +44,10 @@ struct DecodeItem {
   int length, begin, end;  // positions of the sequence, and this split's
   int active;              // splits that have any position; at least 1
 
-  // One of (sequences * splits, K * head_groups).
-  __device__ DecodeItem(const PagedArguments& a, int sequences, int x, int y) {
-    sequence = x % sequences;
-    split = x / sequences;  // those that may have nothing to do come last
+  __device__ explicit DecodeItem(const PagedArguments& a) {
+    const int sequences = static_cast<int>(gridDim.x) / a.splits, y = static_cast<int>(blockIdx.y);
+    sequence = static_cast<int>(blockIdx.x) % sequences;
+    split = static_cast<int>(blockIdx.x) / sequences;  // the blocks that may have none come last
     counter = sequence * (a.K * a.head_groups) + y;
     kv_head = y / a.head_groups;
     const int group = a.H / a.K, first = y % a.head_groups * kHeadsPerBlock;

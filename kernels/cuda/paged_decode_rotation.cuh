@@ -86,37 +86,30 @@ __device__ inline void copy_row(void* cache, int64_t at, const __nv_bfloat16* ro
   }
 }
 
-// The raw rows of a new token that a block turns: of its query heads, one after another, and of its key/value head.
-struct RawRows {
-  const __nv_bfloat16 *q, *k, *v;
-  // Where they lie in memory.
-  __device__ static RawRows of(const PagedArguments& a, const DecodeItem& item) {
-    const auto* const raw = static_cast<const __nv_bfloat16*>(a.q) + item.sequence * a.q_stride;
-    return {raw + static_cast<int64_t>(item.first_head) * a.D, raw + static_cast<int64_t>(a.H + item.kv_head) * a.D,
-            raw + static_cast<int64_t>(a.H + a.K + item.kv_head) * a.D};
-  }
-};
-
 // The block's query heads, and, where it `writes`, the new token's key and value, to the cache, too. Ends with a
 // barrier.
 template <int kMaxD>
-__device__ void rotate_rows(RotatedRows<kMaxD>& rows, const RotationOfLane<kMaxD>& rotation, const RawRows& raw,
-                            const PagedArguments& a, const DecodeItem& item, bool writes) {
+__device__ void rotate_rows(RotatedRows<kMaxD>& rows, const RotationOfLane<kMaxD>& rotation, const PagedArguments& a,
+                            const DecodeItem& item, bool writes) {
   const DecodeRotation& how = a.rotation;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const auto* const raw = static_cast<const __nv_bfloat16*>(a.q) + item.sequence * a.q_stride;
+  const __nv_bfloat16 *const q = raw + static_cast<int64_t>(item.first_head) * a.D,
+                             *const k = raw + static_cast<int64_t>(a.H + item.kv_head) * a.D,
+                             *const v = raw + static_cast<int64_t>(a.H + a.K + item.kv_head) * a.D;
 #pragma unroll 1
   for (int h = warp; h < item.num_heads; h += kDecodeWarps) {
-    rotation.turn(rows.q[h], raw.q + h * a.D, rotation.q_norm, how.eps, a.D);
+    rotation.turn(rows.q[h], q + h * a.D, rotation.q_norm, how.eps, a.D);
   }
   if (writes) {
     const int64_t at = (how.slots[item.sequence] * a.K + item.kv_head) * a.D;
     if (warp == kDecodeWarps - 1) {
-      rotation.turn(rows.k, raw.k, rotation.k_norm, how.eps, a.D);
+      rotation.turn(rows.k, k, rotation.k_norm, how.eps, a.D);
       __syncwarp();
       copy_row(const_cast<void*>(a.k_cache), at, rows.k, a.D);
     }
     if (warp == kDecodeWarps - 2) {
-      for (int d = lane; d < a.D; d += 32) rows.v[d] = raw.v[d];
+      for (int d = lane; d < a.D; d += 32) rows.v[d] = v[d];
       __syncwarp();
       copy_row(const_cast<void*>(a.v_cache), at, rows.v, a.D);
     }
