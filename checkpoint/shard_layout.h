@@ -14,7 +14,7 @@ inline constexpr int64_t kBlockElements = kBlockBytes / 4;
 
 // The three parts of the state; also the names of the groups in a shard file.
 inline constexpr const char* kPartNames[] = {"weights", "m", "v"};
-inline constexpr int kNumParts = 3;
+inline constexpr int kNumParts = runtime::kStateParts;
 
 // A run of one tensor's elements, row-major. Padding between tensors is zero by contract and never stored.
 struct Piece {

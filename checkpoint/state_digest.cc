@@ -98,7 +98,7 @@ std::vector<DigestBlock> plan_digest(const runtime::ParamTable& table,
       KTG_CHECK(next == end) << tensor.name << ": element " << next << " is held nowhere";
       of_weights.push_back(std::move(block));
     }
-    for (int part = 0; part < 3; ++part) {
+    for (int part = 0; part < runtime::kStateParts; ++part) {
       for (DigestBlock& block : of_weights) block.part = part;
       blocks.insert(blocks.end(), of_weights.begin(), of_weights.end());
     }

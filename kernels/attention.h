@@ -38,8 +38,9 @@ struct AttentionKernels {
                           StreamHandle stream);
   // Answers without a device, too: a plan of memory is printed before there is one.
   int64_t (*backward_workspace_bytes)(const AttentionShape& shape, DType dtype);
-  // What the library's kernels read in place of document_starts: on the device a number for every pair of tokens, 2 B T
-  // T bytes, which all layers' calls on one batch share. 0: nothing. document_mask_bytes() answers without a device.
+  // What the library's kernels read in place of document_starts: on the device a number for every pair of tokens, about
+  // 2 B T T bytes, which all layers' calls on one batch share. 0: nothing. document_mask_bytes() answers without a
+  // device.
   int64_t (*document_mask_bytes)(const AttentionShape& shape, DType dtype);
   KernelError (*write_document_mask)(void* mask, const AttentionShape& shape, DType dtype, StreamHandle stream);
   // Builds what calls of exactly this shape need the first time, so that none of them does: on the device about 0.1 s a

@@ -15,6 +15,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 
 namespace kintsugi::kernels {
 
@@ -24,6 +25,8 @@ enum class DType : uint8_t { kF32 = 0, kBF16 = 1 };
 
 constexpr int64_t size_of(DType t) { return t == DType::kF32 ? 4 : 2; }
 constexpr const char* name_of(DType t) { return t == DType::kF32 ? "fp32" : "bf16"; }
+// Of a name that has been checked.
+constexpr DType dtype_named(std::string_view name) { return name == "bf16" ? DType::kBF16 : DType::kF32; }
 
 // cudaStream_t on the device; unused (nullptr) on the CPU, where calls are synchronous.
 using StreamHandle = void*;

@@ -66,7 +66,7 @@ Result<std::unique_ptr<InferenceModel>> load_checkpoint(FileSystem& fs, Checkpoi
   if (model->trained_seq_len < 1 || model->trained_seq_len > meta.model.max_seq_len) {
     model->trained_seq_len = meta.model.max_seq_len;
   }
-  model->dtype = dtype == "bf16" ? kernels::DType::kBF16 : kernels::DType::kF32;
+  model->dtype = kernels::dtype_named(dtype);
   KTG_ASSIGN_OR_RETURN(model->backend, create_inference_backend(options.device, options.num_threads));
   model->params = std::make_unique<runtime::ParamTable>(runtime::ParamTable::build(meta.model));
   KTG_RETURN_IF_ERROR(load_weights(fs, *model));

@@ -108,7 +108,7 @@ struct RunConfig {
   runtime::TransformerOptions transformer_options(int64_t max_tokens) const;
   parallel::StateTypes state_types() const { return {.compute = dtype(), .moments = moments()}; }
   parallel::MomentsOptions moments() const { return {.dtype = optimizer.moments(), .on_host = optimizer.offload}; }
-  kernels::DType dtype() const { return training.dtype == "bf16" ? kernels::DType::kBF16 : kernels::DType::kF32; }
+  kernels::DType dtype() const { return kernels::dtype_named(training.dtype); }
 
   std::string to_toml() const;
   // Every key with default, meaning and allowed values.

@@ -34,7 +34,6 @@ Result<std::unique_ptr<MomentStage>> MomentStage::create(const MomentsOptions& o
 
 Status MomentStage::begin(runtime::Stream& stream) {
   next_ = 0;
-  for (Bucket& bucket : buckets_) bucket.used = false;
   KTG_RETURN_IF_ERROR(begun_->record(stream));
   KTG_RETURN_IF_ERROR(begun_->wait_on(*in_));
   return begun_->wait_on(*out_);
@@ -43,7 +42,7 @@ Status MomentStage::begin(runtime::Stream& stream) {
 Result<kernels::Moments> MomentStage::bring(const runtime::TrainState& state, int64_t begin, int64_t count,
                                             runtime::Stream& stream) {
   Bucket& b = bucket();
-  if (b.used) KTG_RETURN_IF_ERROR(b.taken->wait_on(*in_));
+  if (next_ >= kBuckets) KTG_RETURN_IF_ERROR(b.taken->wait_on(*in_));
   KTG_RETURN_IF_ERROR(backend_.copy(b.m, state.at(1, begin), state.bytes_of(1, count), *in_));
   KTG_RETURN_IF_ERROR(backend_.copy(b.v, state.at(2, begin), state.bytes_of(2, count), *in_));
   KTG_RETURN_IF_ERROR(b.brought->record(*in_));
@@ -58,7 +57,6 @@ Status MomentStage::take_back(const runtime::TrainState& state, int64_t begin, i
   KTG_RETURN_IF_ERROR(backend_.copy(state.at(1, begin), b.m, state.bytes_of(1, count), *out_));
   KTG_RETURN_IF_ERROR(backend_.copy(state.at(2, begin), b.v, state.bytes_of(2, count), *out_));
   KTG_RETURN_IF_ERROR(b.taken->record(*out_));
-  b.used = true;
   ++next_;
   return ok_status();
 }

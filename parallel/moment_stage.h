@@ -42,7 +42,6 @@ class MomentStage {
   struct Bucket {
     uint8_t *m = nullptr, *v = nullptr;
     std::unique_ptr<runtime::Event> brought, updated, taken;
-    bool used = false;  // since begin()
   };
   explicit MomentStage(runtime::Backend& backend) : backend_(backend) {}
   Bucket& bucket() { return buckets_[static_cast<size_t>(next_ % kBuckets)]; }

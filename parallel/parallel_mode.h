@@ -34,9 +34,10 @@ enum class StepPoint { kForward, kBackward, kMidReduce, kMidUpdate };
 // The generation's communicators over the memory in which the step runs. Null ones are not needed: at one rank of a
 // device, or in a mode without that axis. All outlive their use.
 struct Communicators {
-  comm::Communicator* world = nullptr;    // all ranks: sums of DDP, the vote
-  comm::Communicator* gather = nullptr;   // the shards of this replica: all-gathers
-  comm::Communicator* reduce = nullptr;   // the same ranks: reduce-scatters, which must not wait behind the gathers
+  comm::Communicator* world = nullptr;   // all ranks: sums of DDP, the vote
+  comm::Communicator* gather = nullptr;  // the shards of this replica: all-gathers
+  comm::Communicator* reduce =
+      nullptr;  // the same ranks: reduce-scatters, and the table of vectors: none waits behind gathers
   comm::Communicator* replica = nullptr;  // the ranks that hold the same shard
 };
 

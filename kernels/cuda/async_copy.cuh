@@ -13,12 +13,19 @@ __device__ inline void copy_to_shared(uint4* to, const void* from) {
                "l"(from)
                : "memory");
 }
-// Ends a group of copies, which may be empty.
-__device__ inline void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most kLater of the groups ended last are still under way.
-template <int kLater>
-__device__ inline void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
+// Copies 16 bytes to shared memory, past the first-level cache, without waiting; zeros where not `exists`.
+__device__ inline void copy_async(uint4* to, const void* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(from), "r"(exists ? 16 : 0)
+               : "memory");
+}
+// Ends a group of this thread's copies.
+__device__ inline void end_async_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until at most kLatest groups of this thread are not complete, the oldest first.
+template <int kLatest>
+__device__ inline void wait_async_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLatest) : "memory");
 }
 __device__ inline void wait_for_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

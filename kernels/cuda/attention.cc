@@ -67,7 +67,7 @@ int64_t document_mask_bytes(const AttentionShape& shape, DType dtype) {
 KernelError write_document_mask(void* mask, const AttentionShape& shape, DType dtype, StreamHandle stream) {
   if (!valid(shape) || shape.document_starts == nullptr) return cudaErrorInvalidValue;
   if (shape.B == 0 || shape.T == 0 || document_mask_bytes(shape, dtype) == 0) return kKernelOk;
-  return fill_document_mask(mask, shape.document_starts, shape.B, shape.T, document_mask_stride(shape.T), stream);
+  return fill_document_mask(mask, shape.document_starts, shape.B, shape.T, stream);
 }
 
 KernelError prepare(const AttentionShape& shape, DType dtype, bool with_backward) {

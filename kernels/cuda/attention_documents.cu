@@ -1,7 +1,6 @@
 // One thread block a row of the mask, 16 bytes a thread at a time.
-#include <cuda_runtime_api.h>
-
 #include "kernels/cuda/attention_documents.h"
+#include "kernels/cuda/device.cuh"
 
 namespace kintsugi::kernels::cuda {
 namespace {
@@ -27,12 +26,10 @@ __global__ void __launch_bounds__(kThreads) mask_kernel(uint4* mask, const int32
 
 }  // namespace
 
-KernelError fill_document_mask(void* mask, const int32_t* document_starts, int64_t B, int64_t T, int64_t stride,
-                               StreamHandle stream) {
-  if (B == 0 || T == 0) return kKernelOk;
-  mask_kernel<<<static_cast<unsigned>(B * T), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      static_cast<uint4*>(mask), document_starts, stride / 8);
-  return cudaGetLastError();
+KernelError fill_document_mask(void* mask, const int32_t* document_starts, int64_t B, int64_t T, StreamHandle stream) {
+  mask_kernel<<<static_cast<unsigned>(B * T), kThreads, 0, stream_of(stream)>>>(
+      static_cast<uint4*>(mask), document_starts, document_mask_stride(T) / 8);
+  return launch_error();
 }
 
 }  // namespace kintsugi::kernels::cuda

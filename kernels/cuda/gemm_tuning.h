@@ -20,7 +20,7 @@ namespace kintsugi::kernels::cuda {
 GemmEnvironment gemm_environment();
 
 struct GemmTuningOptions {
-  int candidates = 24;       // algorithms a product that are timed: the library's favourites for it and for its like
+  int candidates = 24;       // algorithms a product that are timed: see propose_widely()
   int long_candidates = 12;  // of a product that takes about a millisecond or more
   int repetitions = 5;       // the candidates take turns, slow ones only once
   double lasting_ms = 0;     // above 0: the best few also run for this long at a time, and the fastest then wins

@@ -11,6 +11,7 @@
 #include <algorithm>
 
 #include "kernels/activation.h"
+#include "kernels/cuda/async_copy.cuh"
 #include "kernels/cuda/decode_norm.cuh"
 #include "kernels/cuda/gemv.h"
 #include "kernels/cuda/launch.cuh"

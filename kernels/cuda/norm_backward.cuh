@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       statistics.mean[r] = kMean && n >= 0 ? __ldg(a.mean + n) : 0.0f;
       statistics.rstd[r] = n >= 0 ? __ldg(a.rstd + n) : 0.0f;
     }
-    end_copies();
+    end_async_group();
   };
 
   const int32_t turns = (stretches - static_cast<int32_t>(blockIdx.x) + static_cast<int32_t>(gridDim.x) - 1) /
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   for (int32_t turn = 0; turn < turns; ++turn) {
     const Statistics now = next;
     fetch(turn + 1, next);
-    wait_for_copies<1>();
+    wait_async_groups<1>();
     P dys[kRows][kPacks], xs[kRows][kPacks];
     float sums[kRows * kSums] = {};
     int64_t row[kRows];

@@ -56,9 +56,6 @@ __device__ TileDecay tile_decay(int64_t first, int64_t last, const int64_t* edge
   return {within == 0, before % 2 == 1};
 }
 
-__device__ float widened(float x) { return x; }
-__device__ float widened(Bf16 x) { return static_cast<float>(x); }
-
 // Four elements, the first at place 4 `quad` of the model.
 __device__ void store_moments(float* m, float* v, const float (&m4)[4], const float (&v4)[4], const AdamWScalars&,
                               int64_t) {
@@ -134,7 +131,7 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   for (int64_t i = tile + threadIdx.x; i <= last; i += kThreads) {
-    float m1 = widened(m[i]), v1 = widened(v[i]);
+    float m1 = static_cast<float>(m[i]), v1 = static_cast<float>(v[i]);
     update.apply(w[i], m1, v1, grad[i], decays(i));
     store_moments_of_one(m + i, v + i, m1, v1, update.s, first_index + i);
     if (copy != nullptr) copy[i] = static_cast<T>(w[i]);

@@ -9,6 +9,7 @@
 // Method: Dao et al., Flash-Decoding (2023).
 #pragma once
 
+#include "kernels/cuda/async_copy.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/mma.cuh"
 #include "kernels/cuda/paged_decode_item.cuh"

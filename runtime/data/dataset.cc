@@ -78,8 +78,9 @@ class MappedDataset final : public TokenDataset {
   int32_t separator_;
 };
 
-// limit: every id is below it.
-Result<int32_t> separator_id(const std::string& name, const std::string& tokenizer_text, int64_t limit) {
+// tokenizer: of `tokenizer_text` where the data needed it already, otherwise null. limit: every id is below it.
+Result<int32_t> separator_id(const std::string& name, const Tokenizer* tokenizer, const std::string& tokenizer_text,
+                             int64_t limit) {
   constexpr const char* kKey = "data.document_separator";
   if (name.empty()) return -1;
   int64_t id = 0;
@@ -92,7 +93,11 @@ Result<int32_t> separator_id(const std::string& name, const std::string& tokeniz
     return invalid_argument(
         fmt::format("{} = \"{}\": the data name no tokenizer to look it up in; give the token's id", kKey, name));
   }
-  KTG_ASSIGN_OR_RETURN(const std::unique_ptr<Tokenizer> tokenizer, create_tokenizer(tokenizer_text));
+  std::unique_ptr<Tokenizer> made;
+  if (tokenizer == nullptr) {
+    KTG_ASSIGN_OR_RETURN(made, create_tokenizer(tokenizer_text));
+    tokenizer = made.get();
+  }
   const int32_t found = tokenizer->token_id(name);
   if (found >= 0) return found;
   return invalid_argument(fmt::format("{} = \"{}\": the {} has no such token; give one of its tokens, or an id", kKey,
@@ -232,7 +237,8 @@ Result<std::unique_ptr<TokenDataset>> open_dataset(const std::vector<std::string
     return invalid_argument(fmt::format("{}{}: {} tokens; one sample of {} inputs and their targets needs {}",
                                         paths.front(), paths.size() > 1 ? " and the rest" : "", num_tokens, T, T + 1));
   }
-  KTG_ASSIGN_OR_RETURN(const int32_t separator, separator_id(config.document_separator, stream_tokenizer, limit));
+  KTG_ASSIGN_OR_RETURN(const int32_t separator,
+                       separator_id(config.document_separator, tokenizer.get(), stream_tokenizer, limit));
   return std::unique_ptr<TokenDataset>(std::make_unique<MappedDataset>(
       std::move(files), T, seed, config.shuffle, stream_vocab, std::move(stream_tokenizer), separator));
 }

@@ -17,7 +17,7 @@ struct OptimizerConfig {
   double clip_norm = 1.0;              // global gradient norm; 0: off
   std::string moments_dtype = "fp32";  // "bf16": half the memory, rounded stochastically
   bool offload = false;                // on a GPU: both moments in host memory
-  kernels::DType moments() const { return moments_dtype == "bf16" ? kernels::DType::kBF16 : kernels::DType::kF32; }
+  kernels::DType moments() const { return kernels::dtype_named(moments_dtype); }
   Status validate() const;
 };
 
