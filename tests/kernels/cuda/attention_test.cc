@@ -51,11 +51,8 @@ struct DeviceProblem {
                 qkv.data(), part(qkv, k_at()), part(qkv, v_at()), p.shape, workspace.data(), dtype, stream);
   }
   void set_forward_results(const Outputs& out) const {
-    ASSERT_EQ(
-        cudaMemcpy(o.data(), out.o.data(), static_cast<size_t>(out.o.size() * size_of(dtype)), cudaMemcpyHostToDevice),
-        cudaSuccess);
-    ASSERT_EQ(cudaMemcpy(lse.data(), out.lse.data(), static_cast<size_t>(out.lse.size() * 4), cudaMemcpyHostToDevice),
-              cudaSuccess);
+    o.upload(out.o);
+    lse.upload(out.lse);
   }
 
   const Problem& p;
@@ -441,7 +438,7 @@ TEST_P(CudaAttentionTest, ARecordedGraphTakesTheBordersOfEachBatch) {
   ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
   ASSERT_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
   for (const std::vector<int32_t>* starts : {&first, &second}) {
-    ASSERT_EQ(cudaMemcpy(now.starts.data(), starts->data(), starts->size() * 4, cudaMemcpyHostToDevice), cudaSuccess);
+    now.starts.upload(starts->data(), static_cast<int64_t>(starts->size()) * 4);
     ASSERT_EQ(cudaGraphLaunch(executable, stream), cudaSuccess);
     ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
   }

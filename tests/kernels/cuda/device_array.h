@@ -12,15 +12,17 @@
 namespace kintsugi::kernels {
 
 // Device memory that starts at a multiple of 256 bytes; 64 bytes behind its end are watched.
+//
+// What a constructor, fill() and upload() write is there when they return, for every stream: cudaMemset returns at
+// once, cudaMemcpy from pageable memory may return before the device has the bytes, and non-blocking streams, which
+// is what a backend's streams are, do not wait for either.
 class DeviceMemory {
  public:
   explicit DeviceMemory(int64_t size_bytes) : size_(static_cast<size_t>(size_bytes)) {
     EXPECT_EQ(cudaMalloc(&data_, size_ + kGuard), cudaSuccess);
-    EXPECT_EQ(cudaMemset(data_, 0xff, size_ + kGuard), cudaSuccess);  // NaN in both types
+    set(0xff, size_ + kGuard);  // NaN in both types
   }
-  DeviceMemory(const void* host, int64_t size_bytes) : DeviceMemory(size_bytes) {
-    EXPECT_EQ(cudaMemcpy(data_, host, size_, cudaMemcpyHostToDevice), cudaSuccess);
-  }
+  DeviceMemory(const void* host, int64_t size_bytes) : DeviceMemory(size_bytes) { upload(host, size_bytes); }
   explicit DeviceMemory(const Array& host) : DeviceMemory(host.data(), host.size() * size_of(host.dtype())) {}
   template <class T>
   explicit DeviceMemory(const std::vector<T>& host)
@@ -33,6 +35,16 @@ class DeviceMemory {
   template <class T>
   T* as() const {
     return static_cast<T*>(data_);
+  }
+  void fill(int byte) const { set(byte, size_); }
+  void upload(const void* host, int64_t bytes, int64_t offset_bytes = 0) const {
+    EXPECT_LE(offset_bytes + bytes, static_cast<int64_t>(size_));
+    EXPECT_EQ(cudaMemcpy(as<char>() + offset_bytes, host, static_cast<size_t>(bytes), cudaMemcpyHostToDevice),
+              cudaSuccess);
+    EXPECT_EQ(cudaStreamSynchronize(cudaStreamLegacy), cudaSuccess);
+  }
+  void upload(const Array& host, int64_t offset_bytes = 0) const {
+    upload(host.data(), host.size() * size_of(host.dtype()), offset_bytes);
   }
   // To `host`, after everything that was queued.
   void download(void* host) const {
@@ -50,6 +62,11 @@ class DeviceMemory {
   }
 
  private:
+  void set(int byte, size_t bytes) const {
+    EXPECT_EQ(cudaMemset(data_, byte, bytes), cudaSuccess);
+    EXPECT_EQ(cudaStreamSynchronize(cudaStreamLegacy), cudaSuccess);
+  }
+
   static constexpr size_t kGuard = 64;
   size_t size_;
   void* data_ = nullptr;

@@ -73,7 +73,7 @@ TEST_P(CudaElementwiseTest, AddEqualsTheReferenceBitForBitAtAnyAlignment) {
       const int64_t offset = begin * size_of(dtype());
       Array y = a;
       reference::activation().add(y.at(begin), a.at(begin), b.at(begin), n, dtype(), nullptr);
-      cudaMemcpy(d_y.data(), a.data(), static_cast<size_t>((n + 1) * size_of(dtype())), cudaMemcpyHostToDevice);
+      d_y.upload(a);
       EXPECT_EQ(cuda::activation().add(d_y.as<char>() + offset, d_y.as<char>() + offset, d_b.as<char>() + offset, n,
                                        dtype(), nullptr),
                 kKernelOk);

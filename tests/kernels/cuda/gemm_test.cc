@@ -41,9 +41,7 @@ class CudaGemmTest : public CudaRowwiseTest {
 // The elements of `host` from a device address that is no multiple of 16 bytes.
 struct Shifted {
   explicit Shifted(const Array& host) : memory(host.size() * size_of(host.dtype()) + kBytes) {
-    EXPECT_EQ(cudaMemcpy(data(), host.data(), static_cast<size_t>(host.size() * size_of(host.dtype())),
-                         cudaMemcpyHostToDevice),
-              cudaSuccess);
+    memory.upload(host, kBytes);
   }
   void* data() const { return memory.as<char>() + kBytes; }
   static constexpr int64_t kBytes = 4;
@@ -333,7 +331,7 @@ TEST_P(CudaGemmTest, EveryAlgorithmThatIsProposedGivesRightResults) {
     ASSERT_EQ(cuda::propose_widely(&algorithms, matmul, problem, operands, 40), CUBLAS_STATUS_SUCCESS);
     EXPECT_GT(algorithms.size(), dtype() == DType::kBF16 ? 8u : 0u) << to_string(problem);
     for (size_t i = 0; i < algorithms.size(); ++i) {
-      ASSERT_EQ(cudaMemset(d.data(), 0xff, static_cast<size_t>(size * size_of(out))), cudaSuccess);
+      d.fill(0xff);
       EXPECT_EQ(matmul.run(operands, algorithms[i], scratch, cuda::stream_scratch_bytes(), nullptr),
                 CUBLAS_STATUS_SUCCESS)
           << to_string(problem) << ", " << i;

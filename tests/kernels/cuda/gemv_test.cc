@@ -19,8 +19,7 @@ class GemvTest : public ::testing::Test {
   Array run(const Array& x, const Array& w, const Array* bias, const Sizes& s) {
     const DeviceMemory device_x(x), device_w(w), y(s.N * s.O * 2);
     const DeviceMemory device_bias(bias == nullptr ? 0 : bias->size() * 4);
-    if (bias != nullptr)
-      cudaMemcpy(device_bias.data(), bias->data(), static_cast<size_t>(bias->size() * 4), cudaMemcpyHostToDevice);
+    if (bias != nullptr) device_bias.upload(*bias);
     EXPECT_EQ(cuda::gemv(y.data(), device_x.data(), device_w.data(),
                          bias == nullptr ? nullptr : device_bias.as<float>(), s.N, s.I, s.O, DType::kBF16, nullptr),
               kKernelOk);

@@ -19,9 +19,7 @@ struct DeviceProblem {
         lens(p.lens),
         o(p.shape.S * p.shape.o_stride * size_of(p.dtype)),
         workspace(cuda::paged_attention().decode_workspace_bytes(p.shape, p.dtype)) {
-    EXPECT_EQ(cudaMemset(workspace.data(), 0,
-                         static_cast<size_t>(cuda::paged_attention().decode_workspace_bytes(p.shape, p.dtype))),
-              cudaSuccess);
+    workspace.fill(0);
   }
   KernelError launch(cudaStream_t stream) const {
     return cuda::paged_attention().decode(o.data(), q.data(), k_cache.data(), v_cache.data(), tables.as<int32_t>(),
@@ -109,7 +107,7 @@ TEST_P(CudaPagedAttentionTest, ARecordedLaunchServesEveryLength) {
   ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
   for (const int32_t length : {1, 64, 65, 500, 900}) {
     p.lens = {length, 900 - length};
-    ASSERT_EQ(cudaMemcpy(device.lens.data(), p.lens.data(), 8, cudaMemcpyHostToDevice), cudaSuccess);
+    device.lens.upload(p.lens.data(), 8);
     ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
     expect_close(device.result(), p.decode(reference::paged_attention()), device.tolerance(),
                  2 * unit_roundoff(GetParam()), "length " + std::to_string(length));
