@@ -64,6 +64,7 @@ TEST_P(CudaEmbeddingTest, ForwardEqualsTheReferenceBitForBit) {
 TEST_P(CudaEmbeddingTest, BackwardMatchesTheReferenceAndRepeats) {
   for (const Problem& p : problems()) {
     const std::string what = p.name + ", C " + std::to_string(p.C);
+    if (left_out(p.N * p.C, what)) continue;
     const Array dy = normal(p.N * p.C);
     const DeviceMemory d_dy(dy);
     std::vector<int64_t> counts(static_cast<size_t>(p.V));

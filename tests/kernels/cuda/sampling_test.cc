@@ -48,6 +48,7 @@ TEST_P(CudaSamplingTest, DrawsWhatTheReferenceDrawsForAllFilters) {
       positions.push_back(3 * i);
     }
     const int64_t S = V > 60000 ? 16 : 40;
+    if (left_out(4 * S * V, "V " + std::to_string(V))) continue;
     how.resize(static_cast<size_t>(S));
     positions.resize(static_cast<size_t>(S));
     const Array logits = Array::normal(GetParam(), S * V, rng_, 3.0f);
