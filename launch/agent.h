@@ -26,6 +26,7 @@ struct AgentStart {
   RankFacts facts;
   Environment environment;
   int num_threads = 1;
+  int64_t began_ns = 0;  // when main() was entered, CLOCK_MONOTONIC
   Result<AgentConfig> config;                                    // a failure is told by one rank, for all
   std::function<Result<JobOpening>(const RankFacts&)> open_job;  // called on rank 0, once its worker is starting
 };

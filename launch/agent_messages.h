@@ -19,6 +19,8 @@ struct ChildSetup {
   int32_t slot = 0;      // of the control page
   int32_t is_spare = 0;  // begins while another process of the rank trains
   int64_t incarnation = 0;
+  int64_t program_began_ns = 0;  // CLOCK_MONOTONIC; of the agent
+  int64_t spawned_ns = 0;
   char out_dir[1024] = {};
 };
 

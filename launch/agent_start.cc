@@ -44,6 +44,7 @@ Status Agent::start_rank() {
   setup.world_size = facts.world_size;
   setup.local_rank = facts.local_rank;
   setup.num_threads = start_.num_threads;
+  setup.program_began_ns = start_.began_ns;
   if (config.out_dir.size() >= sizeof setup.out_dir) {
     return invalid_argument(
         fmt::format("--out: {} bytes of path, at most {}", config.out_dir.size(), sizeof setup.out_dir - 1));

@@ -67,11 +67,13 @@ Result<std::shared_ptr<void>> use_gpu(WorkerEnvironment& env, RunConfig& config,
   auto parts = std::make_shared<GpuParts>();
   KTG_ASSIGN_OR_RETURN(parts->backend, runtime::create_cuda_backend({.device = env.local_rank % devices.count,
                                                                      .deterministic = config.training.deterministic}));
+  env.mark_start("context");
   const runtime::Backend& backend = *parts->backend;
   KTG_RETURN_IF_ERROR(check_device_memory(config, env.world_size, backend, backend.library_bytes()));
   KTG_ASSIGN_OR_RETURN(
       parts->heap,
       comm::DeviceHeap::create(*parts->backend, plan_memory(config, env.world_size, &backend).state_heap_bytes()));
+  env.mark_start("state memory");
   env.backend = parts->backend;
   env.state_heap = parts->heap.get();
   if (env.world_size == 1) return std::shared_ptr<void>(std::move(parts));

@@ -99,6 +99,7 @@ Status RankProcesses::spawn(bool as_spare) {
   setup.slot = slot;
   setup.is_spare = as_spare;
   setup.incarnation = next_incarnation_++;
+  setup.spawned_ns = monotonic_ns();
   KTG_ASSIGN_OR_RETURN(SpawnedChild spawned, spawn_child("worker", child_, setup));
   Incarnation& i = incarnations_.emplace_back(setup.incarnation, slot, std::move(spawned));
   i.is_spare = as_spare;

@@ -152,6 +152,7 @@ Result<TrainerHolder> create_trainer(ChildContext& context, WorkerLink& link) {
   env.out_dir = context.setup.out_dir;
   env.cache_dir = cache_dir();
   env.warm_up = context.setup.is_spare != 0;
+  env.start_times = context.start_times;
   use_segments(env, std::move(views), config.comm);
   std::shared_ptr<void> gpu;
   if (config.on_cuda()) {
@@ -193,6 +194,7 @@ int print_plan(const TrainOptions& options) {
 }
 
 int agent_main(int argc, char** argv) {
+  const int64_t began_ns = monotonic_ns();
   TrainOptions options;
   const CommandLineOutcome outcome = parse_command_line(argc, argv, &options);
   if (outcome.run && options.plan) return print_plan(options);
@@ -220,6 +222,7 @@ int agent_main(int argc, char** argv) {
   return run_agent({.facts = *facts,
                     .environment = environment,
                     .num_threads = cpus.num_threads,
+                    .began_ns = began_ns,
                     .config = config,
                     .open_job = [&](const RankFacts& f) { return open_job(options, *config, f, cpus, out, error); }},
                    real_program());

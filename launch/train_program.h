@@ -36,6 +36,7 @@ struct ChildContext {
   std::string config_toml;
   std::vector<UniqueFd> segment_fds;  // by rank; a writer has only its own rank's
   ControlPage* page = nullptr;
+  std::shared_ptr<StartTimes> start_times;  // null: nobody wants to know
 };
 
 // Writes this rank's shards; lives in a process that may crash.

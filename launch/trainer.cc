@@ -160,10 +160,14 @@ Status TrainerImpl::build() {
                                                                  training.seq_len, seed, config_.model.vocab_size));
   }
 
+  environment_.mark_start("data");
+
   const runtime::TransformerOptions options = config_.transformer_options(layout_.micro_batch * training.seq_len);
   const int64_t activation_bytes = runtime::Transformer::activation_bytes(config_.model, options, backend_->kernels());
   KTG_ASSIGN_OR_RETURN(runtime::Buffer activations, backend_->allocate(activation_bytes, "activations"));
+  environment_.mark_start("activations");
   if (device) KTG_RETURN_IF_ERROR(prepare_tuning(activations));
+  environment_.mark_start("tuning");
   arena_ = std::make_unique<runtime::Arena>(std::move(activations));
   KTG_ASSIGN_OR_RETURN(model_, runtime::Transformer::create(config_.model, options, *backend_, *arena_, *stream_));
 
@@ -217,7 +221,9 @@ Status TrainerImpl::build() {
     KTG_RETURN_IF_ERROR(
         warm_up(*model_, *backend_, layout_.micro_batch, training.seq_len, config_.separates_documents(), *stream_));
   }
-  return stream_->synchronize(collective_deadline());
+  KTG_RETURN_IF_ERROR(stream_->synchronize(collective_deadline()));
+  environment_.mark_start("model");
+  return ok_status();
 }
 
 // Phases are timed in every step, what lies inside them in those of metrics.trace_steps.
@@ -242,11 +248,13 @@ Result<RunOutcome> TrainerImpl::run_steps() {
     if (owed_->stop_requested != 0 && state().step < config_.training.steps) return save_and_leave();
     owed_.reset();
   }
+  environment_.mark_start("state");
   step_end_ns_ = monotonic_ns();
   while (state().step < config_.training.steps) {
     const int64_t next = state().step + 1;
     const Result<VoteOutcome> vote = device_ ? device_step(next) : step(next);
     if (!vote.ok()) return explained(vote.status());
+    note_start();
     if (vote->stop_requested != 0 && state().step < config_.training.steps) {
       KTG_RETURN_IF_ERROR(explained(parallel_->settle(*stream_, collective_deadline())));
       return save_and_leave();
@@ -254,6 +262,17 @@ Result<RunOutcome> TrainerImpl::run_steps() {
   }
   KTG_RETURN_IF_ERROR(explained(parallel_->settle(*stream_, collective_deadline())));
   return finish();
+}
+
+// On a GPU the second step is the first at full speed.
+void TrainerImpl::note_start() {
+  StartTimes* const times = environment_.start_times.get();
+  if (times == nullptr || times->finished()) return;
+  const bool first = timed_tokens_ == last_vote_.num_tokens;
+  times->mark(first ? "first step" : "second step");
+  if (first) return;
+  times->finish();
+  log().info("start, ms: {}", times->to_string());
 }
 
 // One optimizer step. Until update() the state is that of the step before, and the step can be dropped anywhere.

@@ -19,6 +19,7 @@
 #include "comm/communicator.h"
 #include "comm/host/shared_segment.h"
 #include "launch/run_config.h"
+#include "launch/start_times.h"
 #include "launch/verdict.h"
 #include "launch/worker_link.h"
 #include "runtime/base/stop_token.h"
@@ -31,8 +32,14 @@ struct WorkerEnvironment {
   WorkerLink* link = nullptr;  // outlives the trainer
   std::string out_dir;
   std::string cache_dir;  // of things that hold beyond a run; empty: none
-  bool warm_up =
-      false;  // a spare: run one micro-batch over private memory, so that its first step costs no more than any
+  // A spare: run one micro-batch over private memory, so that its first step costs no more than any.
+  bool warm_up = false;
+
+  // Phases of the start are marked here; null: nobody wants to know.
+  std::shared_ptr<StartTimes> start_times;
+  void mark_start(std::string_view phase) const {
+    if (start_times != nullptr) start_times->mark(phase);
+  }
 
   std::function<Status()> die;  // at a point of fault.kill; null: SIGKILL to itself
 

@@ -52,6 +52,7 @@ Result<VoteOutcome> TrainerImpl::device_step(int64_t step) {
     // the one before that.
     if (save_due(step) || held_in_memory(step)) KTG_RETURN_IF_ERROR(settle_snapshot(/*wait=*/true));
     KTG_RETURN_IF_ERROR(queue_step(step));
+    environment_.mark_start("queued");
     if (step < config_.training.steps) KTG_RETURN_IF_ERROR(stage(step + 1));
     KTG_ASSIGN_OR_RETURN(vote, await_vote(step));
   }

@@ -41,6 +41,7 @@ Status TrainerImpl::enter_generation(const Verdict& verdict) {
   generation_ = verdict.generation;
   tracer_->abandon();
   stop_ = environment_.link->stop_token(generation_);
+  environment_.mark_start("verdict");
   stream_->set_stop_token(stop_);
   owed_.reset();
   const Status entered = explained(enter(verdict));

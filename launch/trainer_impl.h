@@ -66,6 +66,8 @@ class TrainerImpl final : public Trainer {
 
  private:
   Result<RunOutcome> run_steps();
+  // A step of this process has ended: says where the start's time went, once.
+  void note_start();
   // What config.parallelism.mode says, its memory in `heap`.
   Status create_parallel_mode(comm::SymmetricHeap& heap);
   // The step and its phases.

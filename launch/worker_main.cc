@@ -13,6 +13,7 @@
 #include "launch/life_line.h"
 #include "launch/process_worker_link.h"
 #include "launch/scheduling.h"
+#include "launch/start_times.h"
 #include "runtime/base/log.h"
 
 namespace kintsugi::launch {
@@ -50,6 +51,16 @@ struct Child {
       fd = std::move(m.fds[0]);
     }
     return ok_status();
+  }
+
+  // A replacement's start begins with itself, and a spare's is nobody's loss.
+  void time_start(int64_t began_ns) {
+    const ChildSetup& setup = context.setup;
+    if (setup.is_spare != 0) return;
+    const bool first = setup.incarnation == 1;
+    context.start_times = std::make_shared<StartTimes>(first ? setup.program_began_ns : setup.spawned_ns);
+    if (first) context.start_times->mark("agent", setup.spawned_ns);
+    context.start_times->mark("process", began_ns);
   }
 
   // What ps and top show; the kernel would say "exe".
@@ -139,8 +150,10 @@ void write_or_commit(ShardWriter& writer, const Message& request, Message& answe
 }  // namespace
 
 int worker_main(const TrainProgram& program) {
+  const int64_t began_ns = monotonic_ns();
   Child child;
   if (!child.take_setup().ok()) return kExitFailure;  // the agent is gone, or about to be
+  child.time_start(began_ns);
   const ChildSetup& setup = child.context.setup;
   child.name_process("worker");
   LifeHolder life(&child.page->slots[setup.slot].life);
@@ -151,6 +164,7 @@ int worker_main(const TrainProgram& program) {
   const Status logging = child.start_log(setup.is_spare != 0 ? "spare" : "worker");
   ProcessWorkerLink link(*child.page.get(), setup.slot, setup.incarnation, std::move(child.channel));
   if (!logging.ok()) return fail(link, logging);
+  if (child.context.start_times) child.context.start_times->mark("setup");
   Result<TrainerHolder> holder = create_trainer(program, child, link);
   if (!holder.ok()) return fail(link, holder.status());
   return train(*holder->trainer, link);
