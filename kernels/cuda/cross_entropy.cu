@@ -23,7 +23,17 @@ __device__ inline float exp2_fast(float x) {
   return y;
 }
 
-// sum = the sum of e^(v - max) over values seen. Starts below every finite number, so that -inf logits count as 0.
+// e^x. Gradients in bf16 cannot show the difference of the faster way, whose argument is rounded once more; those in fp32
+// are trained from until rounding errors have grown a thousandfold.
+template <class T>
+__device__ inline float exp_of(float x) {
+  if constexpr (std::is_same_v<T, float>) return expf(x);
+  return exp2_fast(x * kLog2E);
+}
+
+// sum = the sum of e^(v - max) over values seen, logits of type T. Starts below every finite number, so that -inf logits
+// count as 0.
+template <class T>
 struct Softmax {
   float max = -FLT_MAX, sum = 0.0f;
 
@@ -33,22 +43,22 @@ struct Softmax {
 #pragma unroll
     for (int i = 1; i < kCount; ++i) most = fmaxf(most, v[i]);
     if (most > max) {
-      sum *= exp2_fast((max - most) * kLog2E);
+      sum *= exp_of<T>(max - most);
       max = most;
     }
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) sum += exp2_fast((v[i] - max) * kLog2E);
+    for (int i = 0; i < kCount; ++i) sum += exp_of<T>(v[i] - max);
   }
   __device__ void merge(float other_max, float other_sum) {
     const float most = fmaxf(max, other_max);
-    sum = sum * exp2_fast((max - most) * kLog2E) + other_sum * exp2_fast((other_max - most) * kLog2E);
+    sum = sum * exp_of<T>(max - most) + other_sum * exp_of<T>(other_max - most);
     max = most;
   }
   // Over the warp; every lane gets the same bits.
   __device__ void merge_lanes() {
     float most = max;
     for (int offset = 16; offset > 0; offset /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, offset));
-    sum = lanes_sum(sum * exp2_fast((max - most) * kLog2E), 32);
+    sum = lanes_sum(sum * exp_of<T>(max - most), 32);
     max = most;
   }
   // Over the block, of whole warps. `scratch` is used once.
@@ -65,19 +75,25 @@ struct Softmax {
 };
 
 // The gradient of a row from its softmax.
+template <class T>
 struct RowGradient {
-  float max, log2_sum;
+  static constexpr bool kExact = std::is_same_v<T, float>;
+  float max;
+  float scale;  // 1 / sum where kExact, else log2(sum)
   int32_t target;
 
-  __device__ RowGradient(const Softmax& s, int32_t target_) : max(s.max), log2_sum(log2f(s.sum)), target(target_) {}
+  __device__ RowGradient(const Softmax<T>& s, int32_t target_)
+      : max(s.max), scale(kExact ? 1.0f / s.sum : log2f(s.sum)), target(target_) {}
 
   // Of the pack that begins at logit c.
-  template <class T, int kVec>
+  template <int kVec>
   __device__ Packed<T, kVec> of(const Packed<T, kVec>& logits, int32_t c) const {
     float v[kVec];
     logits.get(v);
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) v[e] = exp2_fast(fmaf(v[e] - max, kLog2E, -log2_sum));
+    for (int e = 0; e < kVec; ++e) {
+      v[e] = kExact ? expf(v[e] - max) * scale : exp2_fast(fmaf(v[e] - max, kLog2E, -scale));
+    }
     if (target >= c && target < c + kVec) {
 #pragma unroll
       for (int e = 0; e < kVec; ++e) v[e] -= c + e == target ? 1.0f : 0.0f;
@@ -128,7 +144,7 @@ __global__ void __launch_bounds__(kRowThreads) warp_rows_kernel(Loss<T> a) {
     if (n + r >= a.N) continue;
     T* row = a.logits + (n + r) * a.V;
     const bool ignored = targets[r] == kIgnoredTarget;
-    Softmax softmax;
+    Softmax<T> softmax;
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
       if (column(k) >= a.V) continue;
@@ -139,7 +155,7 @@ __global__ void __launch_bounds__(kRowThreads) warp_rows_kernel(Loss<T> a) {
     softmax.merge_lanes();
     if (lane == 0) a.losses[n + r] = ignored ? 0.0f : softmax.log_sum() - target_logits[r];
     if constexpr (kBackward) {
-      const RowGradient gradient(softmax, targets[r]);
+      const RowGradient<T> gradient(softmax, targets[r]);
 #pragma unroll
       for (int k = 0; k < kPacks; ++k) {
         if (column(k) < a.V) (ignored ? P::zero() : gradient.of(packs[r][k], column(k))).store(row + column(k));
@@ -168,7 +184,7 @@ __global__ void __launch_bounds__(kStreamThreads) stream_rows_kernel(Loss<T> a) 
     return;
   }
   const float target_logit = static_cast<float>(row[target]);
-  Softmax softmax;
+  Softmax<T> softmax;
   int32_t c = first;
   for (; c + (kInFlight - 1) * kStep < a.V; c += kInFlight * kStep) {
     P packs[kInFlight];
@@ -189,7 +205,7 @@ __global__ void __launch_bounds__(kStreamThreads) stream_rows_kernel(Loss<T> a) 
   softmax.merge_block(scratch);
   if (threadIdx.x == 0) a.losses[n] = softmax.log_sum() - target_logit;
   if constexpr (kBackward) {
-    const RowGradient gradient(softmax, target);
+    const RowGradient<T> gradient(softmax, target);
     for (c = first; c < a.V; c += kStep) gradient.of(P::load(row + c), c).store(row + c);
   }
 }
@@ -246,7 +262,7 @@ __global__ void __launch_bounds__(kClusterThreads, 4) cluster_rows_kernel(Loss<T
   if (blocks > 1) cluster_arrive();  // the others' shared memory exists once they have arrived
   const float target_logit = static_cast<float>(a.logits[n * a.V + target]);
   wait_for_all_copies();  // a thread reads what it copied itself: no barrier
-  Softmax softmax;
+  Softmax<T> softmax;
   for (int32_t i = thread; i < count; i += kClusterThreads) {
     float v[kVec];
     P{kept[i]}.get(v);
@@ -260,11 +276,11 @@ __global__ void __launch_bounds__(kClusterThreads, 4) cluster_rows_kernel(Loss<T
     }
     cluster_arrive();
     cluster_wait();
-    softmax = Softmax{parts[0].x, parts[0].y};
+    softmax = Softmax<T>{parts[0].x, parts[0].y};
     for (uint32_t b = 1; b < blocks; ++b) softmax.merge(parts[b].x, parts[b].y);
   }
   if (rank == 0 && thread == 0) a.losses[n] = softmax.log_sum() - target_logit;
-  const RowGradient gradient(softmax, target);
+  const RowGradient<T> gradient(softmax, target);
   for (int32_t i = thread; i < count; i += kClusterThreads) {
     gradient.of(P{kept[i]}, (begin + i) * kVec).store(part + i * kVec);
   }

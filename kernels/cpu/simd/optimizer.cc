@@ -9,8 +9,9 @@
 namespace kintsugi::kernels::cpu::KTG_ISA {
 namespace {
 
+// Divisors, not their inverses: the rounding of an inverse would tilt every element's step the same way.
 struct Constants {
-  Vec beta1, one_minus_beta1, beta2, one_minus_beta2, eps, scale, inv_correction1, inv_correction2, lr, decay;
+  Vec beta1, one_minus_beta1, beta2, one_minus_beta2, eps, scale, correction1, correction2, lr, decay;
 };
 
 Constants constants_of(const AdamWScalars& s, bool decay) {
@@ -21,8 +22,8 @@ Constants constants_of(const AdamWScalars& s, bool decay) {
           .one_minus_beta2 = one - Vec::set(s.beta2),
           .eps = Vec::set(s.eps),
           .scale = Vec::set(s.gradient_scale),
-          .inv_correction1 = one / Vec::set(s.bias_correction1),
-          .inv_correction2 = one / Vec::set(s.bias_correction2),
+          .correction1 = Vec::set(s.bias_correction1),
+          .correction2 = Vec::set(s.bias_correction2),
           .lr = Vec::set(s.lr),
           .decay = Vec::set(decay ? s.weight_decay : 0.0f)};
 }
@@ -33,7 +34,7 @@ void update(float* w, float* m, float* v, T* copy, const float* grad, int64_t co
     const Vec g = k.scale * load(grad + i, lanes), old = load(w + i, lanes);
     const Vec m_new = mul_add(k.beta1, load(m + i, lanes), k.one_minus_beta1 * g);
     const Vec v_new = mul_add(k.beta2, load(v + i, lanes), k.one_minus_beta2 * g * g);
-    const Vec step = m_new * k.inv_correction1 / (sqrt(v_new * k.inv_correction2) + k.eps);
+    const Vec step = m_new / k.correction1 / (sqrt(v_new / k.correction2) + k.eps);
     const Vec w_new = neg_mul_add(k.lr, mul_add(k.decay, old, step), old);
     store(m + i, m_new, lanes);
     store(v + i, v_new, lanes);
