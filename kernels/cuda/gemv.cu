@@ -16,6 +16,7 @@
 #include "kernels/cuda/gemv.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/mma.cuh"
+#include "kernels/cuda/read_ahead.cuh"
 #include "kernels/gemm.h"
 
 namespace kintsugi::kernels::cuda {
@@ -25,7 +26,6 @@ constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 static_assert(kThreads == kNormThreads);
 constexpr int kStep = 128;                   // columns of I that a warp takes at a time
-constexpr int kPiecesOfLane = 8;             // in a stage: 16 bytes each
 constexpr int64_t kAloneBytes = 115 * 1024;  // of shared memory: no two such blocks on a multiprocessor
 constexpr int64_t kMaxNormRows = 4;          // more rows are normalised by a kernel of their own
 constexpr int64_t kMaxNormSharedBytes = 40 * 1024;
@@ -38,6 +38,8 @@ struct GemvArguments {
   int N, I, O;
   int tiles;
   DecodeNormArguments norm;  // where x comes from it
+  ReadAhead ahead = {};
+  unsigned long long* stamps = nullptr;
 };
 
 __device__ inline float rounded(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
@@ -45,18 +47,25 @@ __device__ inline float rounded(float x) { return __bfloat162float(__float2bfloa
 //   kNTiles: N <= 8 kNTiles. kMTiles: 16 kMTiles rows of w a tile.
 //   kNorm: x is the norm's output, made by each block for itself (N <= kMaxNormRows).
 //   kSwiglu: the tile's upper half are rows of the gate, its lower half the rows of `up` that belong to them.
-template <int kNTiles, int kMTiles, bool kNorm, bool kSwiglu>
+//   kHalf: only the upper 8 rows of the tile exist.
+template <int kNTiles, int kMTiles, bool kNorm, bool kSwiglu, bool kHalf>
 class Gemv {
  public:
-  static constexpr int kGroups = 2 * kMTiles;  // of 8 rows
+  static_assert(!kHalf || (kMTiles == 1 && !kSwiglu));
+  static constexpr int kGroups = kHalf ? 1 : 2 * kMTiles;  // of 8 rows
+  static constexpr int kPiecesOfLane = kHalf ? 4 : 8;      // in a stage: 16 bytes each
   static constexpr int kRows = 8 * kGroups, kColumns = 8 * kNTiles;
   static constexpr int kOutputs = kSwiglu ? kRows / 2 : kRows;  // of a tile, for a row of x
   static constexpr int kPieces = kPiecesOfLane / kGroups;       // of 32 columns: a part
   static constexpr int kParts = kStep / (32 * kPieces);
   static constexpr int kStages = kNTiles > 2 ? 2 : 3;
   static constexpr int64_t kQueueBytes = int64_t{kStages} * kThreads * kPiecesOfLane * 16;
+  // Two chains of sums where there are registers for them: N up to 16, whose bits are the same for every N.
+  static constexpr int kChains = kNTiles > 2 ? 1 : 2;
+  // By turns, so that a slow warp can still read the tile before.
+  static constexpr int kTurns = kNTiles > 1 ? 1 : 2;
   struct Shared {
-    float sums[kWarps][kColumns][kRows + 4];
+    float sums[kTurns][kWarps][kColumns][kRows + 4];
   };
   using Rows = uint4[kPieces][kNTiles];  // of x: a part
 
@@ -75,13 +84,19 @@ class Gemv {
   __device__ void run() {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) request();
+    if (threadIdx.x % kWarps == 0) {
+      read_ahead(a_.ahead, static_cast<int64_t>(threadIdx.x / kWarps) * gridDim.x + blockIdx.x,
+                 int64_t{gridDim.x} * (kThreads / kWarps));
+    }
     Rows first, second;
     if constexpr (kNorm) {
       const NormWeights weights(a_.norm, a_.I);
       wait_for_previous();
+      stamp(a_.stamps, 1);
       normalize_rows(normed_, normed_stride(), a_.norm, weights, 0, a_.N, a_.I, blockIdx.x == 0);
     } else {
       wait_for_previous();
+      stamp(a_.stamps, 1);
       load(first, 0);
     }
     while (step(first, second) && step(second, first)) {
@@ -149,9 +164,14 @@ class Gemv {
     for (int p = 0; p < kPieces; ++p) {
 #pragma unroll
       for (int i = 0; i < kMTiles; ++i) {
-        const uint4 lower = from[(2 * i * kPieces + p) * 32], upper = from[((2 * i + 1) * kPieces + p) * 32];
+        const uint4 lower = from[(2 * i * kPieces + p) * 32];
+        uint4 upper = make_uint4(0, 0, 0, 0);
+        if constexpr (!kHalf) upper = from[((2 * i + 1) * kPieces + p) * 32];
 #pragma unroll
-        for (int t = 0; t < kNTiles; ++t) mma_32(acc_[i][t], lower, upper, x[p][t]);
+        for (int t = 0; t < kNTiles; ++t) {
+          mma(acc_[0][i][t], lower.x, upper.x, lower.y, upper.y, x[p][t].x, x[p][t].y);
+          mma(acc_[kChains - 1][i][t], lower.z, upper.z, lower.w, upper.w, x[p][t].z, x[p][t].w);
+        }
       }
     }
     out_ = out_ + 1 == kStages ? 0 : out_ + 1;
@@ -175,9 +195,9 @@ class Gemv {
     return more;
   }
   __device__ float sum(int n, int row) const {
-    float total = shared_.sums[0][n][row];
+    float total = shared_.sums[turn_][0][n][row];
 #pragma unroll
-    for (int s = 1; s < kWarps; ++s) total += shared_.sums[s][n][row];
+    for (int s = 1; s < kWarps; ++s) total += shared_.sums[turn_][s][n][row];
     return total;
   }
   __device__ void finish(int tile) {
@@ -186,9 +206,11 @@ class Gemv {
 #pragma unroll
       for (int t = 0; t < kNTiles; ++t) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          shared_.sums[warp_][8 * t + 2 * c_ + e % 2][16 * i + r_ + 8 * (e / 2)] = acc_[i][t][e];
-          acc_[i][t][e] = 0.0f;
+        for (int e = 0; e < (kHalf ? 2 : 4); ++e) {
+          float sum = acc_[0][i][t][e];
+          if constexpr (kChains > 1) sum += acc_[1][i][t][e];
+          shared_.sums[turn_][warp_][8 * t + 2 * c_ + e % 2][16 * i + r_ + 8 * (e / 2)] = sum;
+          acc_[0][i][t][e] = acc_[kChains - 1][i][t][e] = 0.0f;
         }
       }
     }
@@ -206,7 +228,11 @@ class Gemv {
       }
       a_.y[static_cast<int64_t>(n) * a_.O + o] = __float2bfloat16_rn(y);
     }
-    __syncthreads();
+    if constexpr (kTurns > 1) {
+      turn_ ^= 1;
+    } else {
+      __syncthreads();
+    }
   }
 
   const GemvArguments& a_;
@@ -218,16 +244,19 @@ class Gemv {
   int ahead_tile_, ahead_part_ = 0;  // requested next
   int in_ = 0, out_ = 0;             // stages
   const int parts_;
-  float acc_[kMTiles][kNTiles][4] = {};
+  int turn_ = 0;
+  float acc_[kChains][kMTiles][kNTiles][4] = {};
 };
 
-template <int kNTiles, int kMTiles, bool kNorm, bool kSwiglu>
+template <int kNTiles, int kMTiles, bool kNorm, bool kSwiglu, bool kHalf>
 __global__ void __launch_bounds__(kThreads, 2) gemv_kernel(const GemvArguments a) {
-  using Work = Gemv<kNTiles, kMTiles, kNorm, kSwiglu>;
+  using Work = Gemv<kNTiles, kMTiles, kNorm, kSwiglu, kHalf>;
   __shared__ typename Work::Shared shared;
   extern __shared__ uint4 memory[];
   allow_next();
+  stamp(a.stamps, 0);
   Work(a, shared, memory, reinterpret_cast<__nv_bfloat16*>(memory + Work::kQueueBytes / 16)).run();
+  stamp(a.stamps, 2);
 }
 
 int multiprocessors() {
@@ -242,24 +271,33 @@ int multiprocessors() {
   return count;
 }
 
-template <int kNTiles, int kMTiles, bool kNorm, bool kSwiglu>
+template <int kNTiles, int kMTiles, bool kNorm, bool kSwiglu, bool kHalf = false>
 KernelError launch(GemvArguments a, StreamHandle stream) {
-  using Work = Gemv<kNTiles, kMTiles, kNorm, kSwiglu>;
-  static constexpr auto kKernel = gemv_kernel<kNTiles, kMTiles, kNorm, kSwiglu>;
+  using Work = Gemv<kNTiles, kMTiles, kNorm, kSwiglu, kHalf>;
+  static constexpr auto kKernel = gemv_kernel<kNTiles, kMTiles, kNorm, kSwiglu, kHalf>;
+  constexpr int64_t kLeastBytes = kHalf ? 0 : kAloneBytes;
   static const cudaError_t allowed =
-      allow_shared_memory(kKernel, std::max(Work::kQueueBytes + (kNorm ? kMaxNormSharedBytes : 0), kAloneBytes));
+      allow_shared_memory(kKernel, std::max(Work::kQueueBytes + (kNorm ? kMaxNormSharedBytes : 0), kLeastBytes));
   if (allowed != cudaSuccess) return allowed;
   a.tiles = (a.O + Work::kOutputs - 1) / Work::kOutputs;
   const int blocks = std::min(a.tiles, multiprocessors());
   const int64_t normed_bytes = kNorm ? static_cast<int64_t>(a.N) * (a.I + 8) * 2 : 0;
   const int64_t shared_bytes =
-      std::max(Work::kQueueBytes + normed_bytes, kAloneBytes - static_cast<int64_t>(sizeof(typename Work::Shared)));
+      std::max(Work::kQueueBytes + normed_bytes, kLeastBytes - static_cast<int64_t>(sizeof(typename Work::Shared)));
+  const auto* const w = reinterpret_cast<const char*>(a.w);
+  const int64_t bytes = int64_t{a.O} * a.I * 2;
+  a.ahead = decode_probe().next({w, kSwiglu ? w + bytes : nullptr, bytes});
+  a.stamps = decode_probe().stamps_of_last();
   return launch_overlapped(kKernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
                            static_cast<cudaStream_t>(stream), shared_bytes, a);
 }
 
 template <bool kSwiglu>
 KernelError launch_plain(const GemvArguments& a, StreamHandle stream) {
+  if constexpr (!kSwiglu) {
+    const bool half = a.N <= 8 && a.O <= 8 * multiprocessors() && decode_probe().half_tiles;
+    if (half) return launch<1, 1, false, false, true>(a, stream);
+  }
   if (a.N <= 8) return launch<1, 1, false, kSwiglu>(a, stream);
   return a.N <= 16 ? launch<2, 2, false, kSwiglu>(a, stream) : launch<4, 2, false, kSwiglu>(a, stream);
 }
