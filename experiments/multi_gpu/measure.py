@@ -4,7 +4,8 @@
   measure.py N [--budget 470] [--sections tests collectives scaling peers overlap kills] [--shapes 124m 1b 8b] [--quick]
              [--build build/cuda-release] [--python PYTHON_WITH_TORCH] [--out outputs/multi_gpu]
 
-tests        ctest -L cuda, then -L fault (those labelled slow left out)
+tests        ctest -L cuda, then -L fault (those labelled slow left out); with two GPUs or more the tests of one GPU run on others
+             than the first, beside those of several ranks
 collectives  comm_bench --backend nccl: all-reduce, all-gather, reduce-scatter; NCCL's own choice, ring and tree (all-reduce),
              buffer sizes, which are four times the pieces on the wire; bus bandwidth beside NVLink's 450 GB/s a direction
 scaling      `train`, ddp and zero3, on 1 and on N GPUs with the same batch a rank: median step after warm-up; of one more step,
@@ -17,10 +18,12 @@ reason, in the table and in results.json. Both are written anew after each secti
 """
 
 import argparse
+import concurrent.futures
 import datetime
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import time
@@ -36,26 +39,29 @@ from timed_run import Failed, run_limited, timed_run  # noqa: E402
 CONFIGS = {"124m": "experiments/train_speed/configs/124m.toml", "1b": "experiments/train_speed/configs/1b.toml",
            "8b": "experiments/train_speed/configs/8b_full.toml"}
 BATCH = {"8b": 1}  # sequences a rank; else those of the file
-MODES = {"124m": ["ddp", "zero3"], "1b": ["ddp", "zero3"], "8b": ["zero3"]}  # no GPU holds 8B's whole state and gradients in ddp
 STEPS = {"124m": (24, 8), "1b": (14, 5), "8b": (8, 3)}  # warm-up included, and how many it has
 QUICK_STEPS = (6, 2)                                    # with --quick
 PEERS = [("1b", "fsdp2"), ("8b", "fsdp2"), ("1b", "ddp"), ("124m", "ddp")]
 # Shares of the time that the sections still to come have; what one leaves, the next ones get.
-SHARES = {"tests": 100, "collectives": 35, "scaling": 95, "peers": 105, "overlap": 50, "kills": 90}
+SHARES = {"tests": 110, "collectives": 35, "scaling": 95, "peers": 105, "overlap": 50, "kills": 90}
+QUICK_SHARES = SHARES | {"collectives": 70}  # what quick makes shorter is not the starting of programs
+# Tests of one GPU that neither compare its free memory nor start ranks, in lanes about as long as each other.
+ONE_GPU_TESTS = ["kernels_cuda_attention_test", "kernels_cuda_(rowwise|gemm|decode)_test|device_model_test|decode_cuda_test"]
 MIB = 1 << 20
 
 
 class Clock:
     """The time of the whole run, and of the section in hand."""
 
-    def __init__(self, budget: float, spent: float):
+    def __init__(self, budget: float, spent: float, shares: dict[str, int]):
         self.end = self.section_end = time.monotonic() + budget - spent
+        self.shares = shares
         self.skipped: list[dict] = []
 
     def begin(self, name: str, remaining: list[str]) -> None:
         now = time.monotonic()
         self.name = name
-        self.section_end = now + max(0.0, self.end - now) * SHARES[name] / sum(SHARES[n] for n in remaining)
+        self.section_end = now + max(0.0, self.end - now) * self.shares[name] / sum(self.shares[n] for n in remaining)
 
     def left(self) -> float:
         return self.section_end - time.monotonic()
@@ -76,37 +82,54 @@ class Run:
     def __init__(self, args: argparse.Namespace):
         self.args, self.out = args, pathlib.Path(args.out).resolve()
         self.out.mkdir(parents=True, exist_ok=True)
-        self.clock = Clock(args.budget, args.spent)
+        self.clock = Clock(args.budget, args.spent, QUICK_SHARES if args.quick else SHARES)
         self.steps = {shape: QUICK_STEPS if args.quick else steps for shape, steps in STEPS.items()}
         # Fewer than two ranks have nothing to say to each other: with one GPU two share it.
         self.ranks = max(2, args.gpus)
 
     def tests(self) -> list[dict]:
         rows = []
-        for label, share in [("cuda", 0.65), ("fault", 1.0)]:
+        for label, share in [("cuda", 0.8), ("fault", 1.0)]:
             seconds = self.clock.left() * share
             if not self.clock.room(f"ctest -L {label}", 5):
                 continue
-            # No test begins after the section's time; one that has begun may end.
-            stop = (datetime.datetime.now() + datetime.timedelta(seconds=seconds)).strftime("%H:%M:%S")
-            log = self.out / f"ctest_{label}.txt"
-            command = ["ctest", "--test-dir", ROOT / self.args.build, "-L", label, "-LE", "slow" if label == "cuda" else "slow|cuda",
-                       "--output-on-failure", "--stop-time", stop]
-            try:
-                run_limited(command, seconds + 5, log)
-            except Failed as failure:
-                print(f"ctest -L {label}: {failure}", flush=True)
-            row = {"label": label, **report.count_tests(log.read_text())}
+            lanes = [([], {})]
+            others = os.environ["CUDA_VISIBLE_DEVICES"].split(",")[1:]
+            if label == "cuda" and others:
+                lanes = [(["-E", "|".join(ONE_GPU_TESTS)], {})]
+                lanes += [(["-R", pattern], {"CUDA_VISIBLE_DEVICES": others[-1 - i % len(others)]}) for i, pattern in enumerate(ONE_GPU_TESTS)]
+            with concurrent.futures.ThreadPoolExecutor(len(lanes)) as pool:
+                counts = list(pool.map(lambda i: self.ctest(label, i, *lanes[i], seconds), range(len(lanes))))
+            row = {"label": label, **report.add_up(counts)}
             rows.append(row)
             print(f"ctest -L {label}: {row['passed']} passed, {row['failed']} failed of {row['found']}", flush=True)
-            if row["passed"] + row["failed"] < row["found"]:
-                self.clock.skip(f"{row['found'] - row['passed'] - row['failed']} tests of -L {label}", "their programs are not there, or the section's time was over")
+            if missing := row["found"] - row["passed"] - row["failed"]:
+                self.clock.skip(f"{missing} tests of -L {label}", "their programs are not there, or the section's time was over")
         return rows
+
+    def ctest(self, label: str, lane: int, which: list[str], environment: dict[str, str], seconds: float) -> dict:
+        """One ctest in a folder of its own: it writes logs beside the list of tests, and holds locks only against itself."""
+        build, folder = (ROOT / self.args.build).resolve(), self.out / f"ctest_{label}_{lane}"
+        shutil.rmtree(folder, ignore_errors=True)
+        for path in build.rglob("CTestTestfile.cmake"):
+            copy = folder / path.relative_to(build)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+        # No test begins after the section's time; one that has begun may end.
+        stop = (datetime.datetime.now() + datetime.timedelta(seconds=seconds)).strftime("%H:%M:%S")
+        log = self.out / f"ctest_{label}_{lane}.txt"
+        command = ["ctest", "--test-dir", folder, "-L", label, "-LE", "slow" if label == "cuda" else "slow|cuda", *which, "--output-on-failure",
+                   "--stop-time", stop]
+        try:
+            run_limited(command, seconds + 5, log, environment)
+        except Failed as failure:
+            print(f"ctest -L {label}: {failure}", flush=True)
+        return report.count_tests(log.read_text())
 
     def collectives(self) -> list[dict]:
         rows = []
         for op, algorithms in [("all_reduce", "auto,ring,tree"), ("all_gather", "auto"), ("reduce_scatter", "auto")]:
-            if not self.clock.room(op, 6):
+            if not self.clock.room(op, 3 if self.args.quick else 6):
                 continue
             path = self.out / f"comm_bench_{op}.json"
             path.unlink(missing_ok=True)
@@ -195,8 +218,14 @@ class Run:
     def kills(self) -> list[dict]:
         if not self.clock.room("kills", 20):
             return []
+        kills = self.args.kills
+        if not self.args.quick:
+            # Starts, the probe and the first spares take 35 s; then a kill's window and mending, in the run left alone, too.
+            kills = max(2, min(kills, int((self.clock.left() - 35) / 4)))
+            if kills < self.args.kills:
+                self.clock.skip(f"{self.args.kills - kills} of {self.args.kills} kills", f"{self.clock.left():.0f} s of this section are left")
         folder = self.out / "recovery"
-        command = [sys.executable, ROOT / "experiments/recovery_gpu/measure.py", "--ranks", self.ranks, "--kills", self.args.kills, "--eager",
+        command = [sys.executable, ROOT / "experiments/recovery_gpu/measure.py", "--ranks", self.ranks, "--kills", kills, "--eager",
                    "--without-spare", 0, "--probe-kills", 0 if self.args.gpus == 1 else 2, "--window", 0.6, "--mend", 1.5, "--settle", 6,
                    "--build", self.args.build, "--out", folder]
         if self.args.quick:
@@ -241,6 +270,9 @@ def main() -> int:
         print(f"{args.gpus} GPUs were asked for; nvidia-smi names {len(found)}", file=sys.stderr)
         return 2
     os.chdir(ROOT)
+    # NVLink multicast belongs to the whole host's fabric: not for programs that are killed on purpose.
+    os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(args.gpus))))
     run = Run(args)
     for vocabulary in sorted({50304} | {128256 for s in args.shapes if s != "124m"}):
         subprocess.run([sys.executable, ROOT / "experiments/train_speed/make_tokens.py", str(vocabulary)], check=True, stdout=subprocess.DEVNULL)

@@ -18,6 +18,10 @@ def count_tests(text: str) -> dict:
             "failures": failures, "not_run": not_run}
 
 
+def add_up(counts: list[dict]) -> dict:
+    return {key: sum((c[key] for c in counts), start=type(counts[0][key])()) for key in counts[0]}
+
+
 def size_name(size: int) -> str:
     return f"{size // MIB} MiB" if size >= MIB else f"{size // 1024} KiB"
 

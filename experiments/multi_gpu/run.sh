@@ -5,8 +5,6 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 [[ ${1:-} =~ ^[1-9][0-9]*$ ]] || { echo "usage: experiments/multi_gpu/run.sh N [options]; N: GPUs of this host" >&2; exit 2; }
-# NVLink multicast belongs to the whole host's fabric: not for programs that are killed on purpose.
-export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
 if [ "${KTG_BUILD:-1}" = 1 ]; then
   launch/setup.sh
   cmake --preset cuda-release --log-level=NOTICE
