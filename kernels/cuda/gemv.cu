@@ -249,7 +249,7 @@ class Gemv {
 };
 
 template <int kNTiles, int kMTiles, bool kNorm, bool kSwiglu, bool kHalf>
-__global__ void __launch_bounds__(kThreads, 2) gemv_kernel(const GemvArguments a) {
+__global__ void __launch_bounds__(kThreads, kHalf ? 3 : 2) gemv_kernel(const GemvArguments a) {
   using Work = Gemv<kNTiles, kMTiles, kNorm, kSwiglu, kHalf>;
   __shared__ typename Work::Shared shared;
   extern __shared__ uint4 memory[];
