@@ -127,6 +127,7 @@ double time_attention(const Pool& pool, const kernels::PagedShape& shape, const 
   cudaMemcpy(d_positions, positions.data(), positions.size() * 4, cudaMemcpyHostToDevice);
   cudaMemcpy(d_slots, slots.data(), slots.size() * 8, cudaMemcpyHostToDevice);
   cudaMemcpy(d_tables, tables.data(), tables.size() * 4, cudaMemcpyHostToDevice);
+  cudaDeviceSynchronize();  // the pool's stream does not wait for these
   const auto* const norm = reinterpret_cast<const float*>(pool.workspace + (960 << 20));
   const kernels::DecodeRotation rotation{
       norm, norm, 1e-5f, norm, reinterpret_cast<int32_t*>(d_positions), reinterpret_cast<int64_t*>(d_slots)};

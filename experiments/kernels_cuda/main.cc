@@ -91,6 +91,7 @@ nlohmann::json measure(Timer& timer, Pool& pool, const Case& c, double copy_rate
   do {
     launches.push_back(c.prepare(pool));
   } while (pool.used() < kBeyondL2Bytes && launches.size() < 64);
+  cudaDeviceSynchronize();  // the timer's stream does not wait for the cases' uploads
   nlohmann::json row = {{"kernel", c.kernel}, {"shape", c.shape}};
   if (pool.exhausted()) {
     std::printf("%-28s %-24s does not fit into the pool\n", c.kernel.c_str(), c.shape.c_str());
