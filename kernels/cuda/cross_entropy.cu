@@ -23,16 +23,16 @@ __device__ inline float exp2_fast(float x) {
   return y;
 }
 
-// e^x. Gradients in bf16 cannot show the difference of the faster way, whose argument is rounded once more; those in fp32
-// are trained from until rounding errors have grown a thousandfold.
+// e^x. Gradients in bf16 cannot show the difference of the faster way, whose argument is rounded once more; those in
+// fp32 are trained from until rounding errors have grown a thousandfold.
 template <class T>
 __device__ inline float exp_of(float x) {
   if constexpr (std::is_same_v<T, float>) return expf(x);
   return exp2_fast(x * kLog2E);
 }
 
-// sum = the sum of e^(v - max) over values seen, logits of type T. Starts below every finite number, so that -inf logits
-// count as 0.
+// sum = the sum of e^(v - max) over values seen, logits of type T. Starts below every finite number, so that -inf
+// logits count as 0.
 template <class T>
 struct Softmax {
   float max = -FLT_MAX, sum = 0.0f;
