@@ -1,6 +1,7 @@
 // The register-tiled matrix product that attention and the built-in GEMM are made of: C (R, W) = [C +] A (R, K) B (K,
 // W) in fp32, where a tile of R rows and W = 16 kVecs columns stays in registers while k runs. Each element is one
-// chain of multiply-adds over k in ascending order: its bits do not depend on the tile it lies in.
+// chain of multiply-adds over k in ascending order, which begins with C or is added to it: its bits do not depend on
+// the tile it lies in.
 #pragma once
 
 #include "kernels/cpu/simd/vector.h"
@@ -17,7 +18,8 @@ inline constexpr int kTileRows = 6, kTileVecs = 1;
 // Columns of a packed operand that a full tile takes at once.
 inline constexpr int64_t kPanel = kTileVecs * kLanes;
 
-enum class Start { kZero, kFromC };
+// kAddToC: the chain starts from zero and its end is added to C, so that errors do not grow with all of K.
+enum class Start { kZero, kFromC, kAddToC };
 
 // a: element (r, k) at a[r * row + k * kAK], row = kARow, or `a_row` when kARow is 0.   b: row k at b + k * ldb.
 // c: row r at c + r * ldc.
@@ -73,7 +75,11 @@ template <int kRows, int kVecs, int64_t kARow, int64_t kAK, bool kStair>
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int j = 0; j < kVecs; ++j) sums[r][j].store(c + r * ldc + j * kLanes);
+    for (int j = 0; j < kVecs; ++j) {
+      float* const at = c + r * ldc + j * kLanes;
+      if (start == Start::kAddToC) sums[r][j] = Vec::load(at) + sums[r][j];
+      sums[r][j].store(at);
+    }
   }
 }
 
