@@ -1,6 +1,8 @@
 #include "launch/mpi_exchange.h"
 
+#include <dlfcn.h>
 #include <fmt/format.h>
+#include <link.h>
 #include <mpi.h>
 
 #include <cstdlib>
@@ -34,6 +36,21 @@ Result<std::string> exchange(RankFacts& facts, const std::string& text) {
   return std::string(all.data());  // rank 0's comes first
 }
 
+// MPI_Finalize of Open MPI 4 unloads its plug-ins, libpmix among them, and ends the thread that runs their callbacks
+// only after that. On a busy machine the thread then returns into code that is not mapped any more. What is loaded now
+// therefore stays mapped until the process ends; nothing else changes.
+void keep_libraries_mapped() {
+  std::vector<std::string> names;
+  const auto collect = [](dl_phdr_info* info, size_t, void* to) {
+    static_cast<std::vector<std::string>*>(to)->emplace_back(info->dlpi_name);
+    return 0;
+  };
+  ::dl_iterate_phdr(collect, &names);
+  for (const std::string& name : names) {  // not within the iteration, which holds the lock that dlopen takes
+    if (!name.empty()) ::dlopen(name.c_str(), RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
+  }
+}
+
 }  // namespace
 
 Result<std::string> share_by_mpi(RankFacts& facts, const std::string& text) {
@@ -46,6 +63,7 @@ Result<std::string> share_by_mpi(RankFacts& facts, const std::string& text) {
   if (MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided) != MPI_SUCCESS)
     return unavailable("MPI_Init failed");
   Result<std::string> result = exchange(facts, text);
+  keep_libraries_mapped();
   MPI_Finalize();
   return result;
 }

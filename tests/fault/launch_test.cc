@@ -67,6 +67,18 @@ TEST(LaunchTest, TwoJobsInTheSameSecondNeverMeet) {
   EXPECT_EQ(two.digest(), expected);
 }
 
+// Its thread may still be in their code when MPI_Finalize unloads them.
+TEST(LaunchTest, WhatOpenMpiLoadedStaysMappedInTheAgents) {
+  Workspace w;
+  TrainJob job(w, "out", {.start = Start::kMpirun, .arguments = {"--set", "training.steps=400"}});
+  ASSERT_TRUE(job.wait_for_step(2)) << job.output();
+  for (int r = 0; r < 3; ++r) {
+    std::ifstream maps("/proc/" + std::to_string(job.agent(r)) + "/maps");
+    EXPECT_THAT((std::stringstream() << maps.rdbuf()).str(), HasSubstr("/mca_pmix_")) << "agent of rank " << r;
+  }
+  EXPECT_TRUE(job.wait().all(0)) << job.output();
+}
+
 TEST(LaunchTest, ContradictingRanksAreRefused) {
   Workspace w;
   TrainJob job(w, "out",
