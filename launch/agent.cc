@@ -59,6 +59,7 @@ void Agent::read_agent(int agent) {
     Result<std::optional<Message>> message = channel.try_receive();
     if (!message.ok()) {
       loop_.remove(channel.fd());
+      if (coordinator_->over()) done_.push_back(std::move(channel));
       channel.close();
       return agent_lost(agent);
     }
@@ -82,6 +83,7 @@ void Agent::read_coordinator() {
 }
 
 void Agent::from_coordinator(Message m) {
+  told_to_leave_ |= m.type == MessageType::kEnd || m.type == MessageType::kLeave;
   if (m.type == MessageType::kEnd) return stop_now(static_cast<int>(m.value));
   if (held_.empty() || leaving_) return;
   switch (m.type) {
@@ -201,8 +203,20 @@ int64_t Agent::due_ns() const {
 }
 
 bool Agent::everything_sent() const {
-  return local_.empty() &&
+  return local_.empty() && !coordinator_channel_.wants_to_write() &&
          std::none_of(agents_.begin(), agents_.end(), [](const Channel& c) { return c.wants_to_write(); });
+}
+
+// A killed writer leaves files of a save that nobody finishes, and one that is not killed yet may make them again. So
+// each agent ends its processes first and says so by sending no more; agent 0 waits for all of them, tidies up and
+// ends; the others wait for that, because a launcher that sees one rank fail gives the rest no time to tidy up
+// anything.
+bool Agent::may_end() {
+  if (!all_gone() || !everything_sent()) return false;
+  if (coordinator_) return std::none_of(agents_.begin(), agents_.end(), [](const Channel& c) { return c.open(); });
+  if (!told_to_leave_ || !coordinator_channel_.open()) return true;
+  coordinator_channel_.close_for_sending();
+  return false;
 }
 
 int Agent::run() {
@@ -221,7 +235,7 @@ int Agent::run() {
   }
   make_thread_urgent();
   deliver_local();
-  while (!leaving_ || !all_gone() || !everything_sent()) {
+  while (!leaving_ || !may_end()) {
     if (leaving_ && monotonic_ns() >= leave_due_ns_) {
       for (auto& [rank, held] : held_) {
         if (held.processes) held.processes->end();
@@ -234,7 +248,7 @@ int Agent::run() {
     if (coordinator_ && !leaving_) coordinator_->tick();
     deliver_local();
   }
-  if (job_ && job_->clean_up && all_gone()) job_->clean_up();
+  if (job_ && job_->clean_up && may_end()) job_->clean_up();  // else the next start does it
   return exit_code_;
 }
 

@@ -18,7 +18,7 @@ struct JobOpening {
   JobPlan plan;
   std::shared_ptr<void> keeps_alive;                                              // the folder's lock
   std::function<void(std::string_view topic, std::string_view payload)> publish;  // lines that workers publish
-  // At the end, the agent's processes gone: removes what saves left behind that nobody will finish.
+  // At the end, the processes of all agents gone: removes what saves left behind that nobody will finish.
   std::function<void()> clean_up;
 };
 

@@ -71,6 +71,7 @@ class Agent {
   void watch_for_hangs();
   void watch_for_hang(int rank, HeldRank& held, int64_t timeout_ms);
   bool everything_sent() const;
+  bool may_end();
 
   AgentStart start_;
   const TrainProgram& program_;
@@ -89,6 +90,7 @@ class Agent {
   std::optional<JobOpening> job_;
   std::unique_ptr<Coordinator> coordinator_;
   std::vector<Channel> agents_;  // by rank; [0] is not open
+  std::vector<Channel> done_;    // of agents that have said their last word
   std::vector<Hello> hellos_;
   std::vector<std::string> failures_;           // messages of ranks that cannot start
   std::vector<Message> memories_;               // by rank: their segments and pages
@@ -99,6 +101,7 @@ class Agent {
 
   bool running_ = false;  // the meeting is over
   bool leaving_ = false;
+  bool told_to_leave_ = false;  // by agent 0, which waits for this one
   int exit_code_ = 0;
   int64_t leave_due_ns_ = kNever;
   int num_stop_signals_ = 0;

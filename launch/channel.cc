@@ -41,6 +41,13 @@ Channel::Channel(UniqueFd fd) : fd_(std::move(fd)) {
   ::fcntl(fd_.get(), F_SETFL, ::fcntl(fd_.get(), F_GETFL) | O_NONBLOCK);
 }
 
+void Channel::close() {
+  fd_.reset();
+  queue_.clear();
+}
+
+void Channel::close_for_sending() { ::shutdown(fd_.get(), SHUT_WR); }
+
 Channel::Sent Channel::try_send(const Message& message) {
   KTG_CHECK(message.body.size() <= kMaxBody && message.fds.size() <= kMaxFds)
       << message.body.size() << " bytes, " << message.fds.size() << " descriptors";

@@ -99,7 +99,9 @@ class Channel {
 
   bool open() const { return fd_.valid(); }
   int fd() const { return fd_.get(); }
-  void close() { fd_.reset(); }
+  void close();  // drops what is queued, too
+  // Nothing more will be sent: the peer reads what was, then finds the channel lost. Receiving goes on.
+  void close_for_sending();
   UniqueFd release() { return std::move(fd_); }
 
   // Queues the message and sends what the socket takes. A lost peer is seen by receive().

@@ -184,24 +184,47 @@ TEST(ResumeTest, AFinishedRunHasNothingLeftToDo) {
   EXPECT_EQ(one_more.digest(), undisturbed_digest(w, 3, more));
 }
 
+// Rank 1's part of the only save cannot be written.
+const std::vector<std::string> kNoSave = {
+    "--set",
+    "training.steps=400",
+    "--set",
+    "checkpoint.every=250",
+    "--set",
+    "checkpoint.save_last=false",
+    "--set",
+    R"(fault.kill=[{rank=1,step=250,point="write"},{rank=1,step=250,point="write"},{rank=1,step=250,point="write"}])"};
+
+bool no_save_left(const TrainJob& job) {
+  for (const auto& entry : std::filesystem::directory_iterator(job.out_dir() + "/checkpoint")) {
+    if (entry.path().filename().string().starts_with("step-")) return false;
+  }
+  return true;
+}
+
 // No later save comes to clean up after it.
 TEST(SaveTest, ASaveThatIsGivenUpLeavesNoFiles) {
   Workspace w;
-  TrainJob job(w, "out",
-               {.arguments = {"--set", "training.steps=400", "--set", "checkpoint.every=250", "--set",
-                              "checkpoint.save_last=false", "--set",
-                              R"(fault.kill=[{rank=1,step=250,point="write"},{rank=1,step=250,point="write"},)"
-                              R"({rank=1,step=250,point="write"}])"}});
+  TrainJob job(w, "out", {.arguments = kNoSave});
   ASSERT_TRUE(job.wait_until([&] { return !job.events("checkpoint_failed").empty(); })) << job.output();
-  const auto is_clean = [&] {
-    for (const auto& entry : std::filesystem::directory_iterator(job.out_dir() + "/checkpoint")) {
-      if (entry.path().filename().string().starts_with("step-")) return false;
-    }
-    return true;
-  };
-  EXPECT_TRUE(job.wait_until(is_clean)) << job.output();
+  EXPECT_TRUE(job.wait_until([&] { return no_save_left(job); })) << job.output();
   EXPECT_TRUE(job.wait().all(1)) << "the newest state is not on disk, and the exit code says so\n" << job.output();
-  EXPECT_TRUE(is_clean());
+  EXPECT_TRUE(no_save_left(job));
+}
+
+// An agent that is late to hear of the end has a writer that may still write.
+TEST(SaveTest, TheRemainsOfASaveGoWhenTheLastAgentHasEndedItsProcesses) {
+  Workspace w;
+  TrainJob job(w, "out", {.arguments = kNoSave});
+  ASSERT_TRUE(job.wait_for_step(3)) << job.output();
+  const pid_t late = job.agent(2);
+  ::kill(late, SIGSTOP);
+  ASSERT_TRUE(job.wait_until([&] { return !job.events("end").empty(); })) << job.output();
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  EXPECT_TRUE(is_alive(job.agent(0)) && is_alive(job.agent(1))) << "they end before the last one has";
+  ::kill(late, SIGCONT);
+  EXPECT_TRUE(job.wait().all(1)) << job.output();
+  EXPECT_TRUE(no_save_left(job));
 }
 
 // A file system of its own that room is made on later.
