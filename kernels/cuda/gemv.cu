@@ -60,8 +60,7 @@ class Gemv {
   static constexpr int kParts = kStep / (32 * kPieces);
   static constexpr int kStages = kNTiles > 2 ? 2 : 3;
   static constexpr int64_t kQueueBytes = int64_t{kStages} * kThreads * kPiecesOfLane * 16;
-  // Two chains of sums where there are registers for them: N up to 16, whose bits are the same for every N.
-  static constexpr int kChains = kNTiles > 2 ? 1 : 2;
+  static constexpr int kChains = 2;  // of sums: a step of the tensor cores waits for the one before in its chain
   // By turns, so that a slow warp can still read the tile before.
   static constexpr int kTurns = kNTiles > 1 ? 1 : 2;
   struct Shared {
@@ -170,7 +169,7 @@ class Gemv {
 #pragma unroll
         for (int t = 0; t < kNTiles; ++t) {
           mma(acc_[0][i][t], lower.x, upper.x, lower.y, upper.y, x[p][t].x, x[p][t].y);
-          mma(acc_[kChains - 1][i][t], lower.z, upper.z, lower.w, upper.w, x[p][t].z, x[p][t].w);
+          mma(acc_[1][i][t], lower.z, upper.z, lower.w, upper.w, x[p][t].z, x[p][t].w);
         }
       }
     }
@@ -207,10 +206,9 @@ class Gemv {
       for (int t = 0; t < kNTiles; ++t) {
 #pragma unroll
         for (int e = 0; e < (kHalf ? 2 : 4); ++e) {
-          float sum = acc_[0][i][t][e];
-          if constexpr (kChains > 1) sum += acc_[1][i][t][e];
+          const float sum = acc_[0][i][t][e] + acc_[1][i][t][e];
           shared_.sums[turn_][warp_][8 * t + 2 * c_ + e % 2][16 * i + r_ + 8 * (e / 2)] = sum;
-          acc_[0][i][t][e] = acc_[kChains - 1][i][t][e] = 0.0f;
+          acc_[0][i][t][e] = acc_[1][i][t][e] = 0.0f;
         }
       }
     }
@@ -249,7 +247,7 @@ class Gemv {
 };
 
 template <int kNTiles, int kMTiles, bool kNorm, bool kSwiglu, bool kHalf>
-__global__ void __launch_bounds__(kThreads, kHalf ? 3 : 2) gemv_kernel(const GemvArguments a) {
+__global__ void __maxnreg__(kHalf ? 80 : (kNTiles > 2 ? 168 : 128)) gemv_kernel(const GemvArguments a) {
   using Work = Gemv<kNTiles, kMTiles, kNorm, kSwiglu, kHalf>;
   __shared__ typename Work::Shared shared;
   extern __shared__ uint4 memory[];
