@@ -252,6 +252,7 @@ std::vector<Case> rowwise_cases() {
   add_heads(cases, 65536, 12, 12, 64);
   add_heads(cases, 16384, 32, 8, 64);
   add_heads(cases, 8192, 32, 8, 128);
+  add_heads(cases, 16384, 16, 8, 128);
   add_activations(cases, 65536, 2048);
   add_activations(cases, 16384, 4352);
   add_activations(cases, 16384, 8192);

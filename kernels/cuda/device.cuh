@@ -82,6 +82,10 @@ struct Packed {
       }
     }
   }
+  // From here on the compiler unpacks anew, instead of keeping elements in registers since the last time.
+  __device__ void unpack_again() {
+    if constexpr (kVec > 1) asm volatile("" : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w));
+  }
   __device__ static Packed of(const float (&x)[kVec]) {
     if constexpr (kVec == 1) {
       return {static_cast<T>(x[0])};

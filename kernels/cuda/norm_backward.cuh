@@ -7,7 +7,7 @@
 
 #include "kernels/cuda/async_copy.cuh"
 #include "kernels/cuda/launch.cuh"
-#include "kernels/cuda/norm_kernels.cuh"
+#include "kernels/cuda/norm_heads.cuh"
 
 namespace kintsugi::kernels::cuda {
 
@@ -327,30 +327,37 @@ KernelError launch_norm_backward(NormBackward<T> a, float* dw, float* db, void* 
   const bool vectors =
       C % kVec == 0 && layout.outer_stride % kVec == 0 && aligned16(a.dx, a.dy, a.x, a.dresidual, a.w, workspace);
   const int64_t packs = C / kVec;
+  const auto launch_rows = [&]() -> KernelError {
+    if (!vectors || packs > 2 * kNormBackwardThreads || N > INT32_MAX) {
+      cut(1, kMaxNormBackwardBlocks);
+      norm_backward_wide_kernel<T, kMean>
+          <<<static_cast<uint32_t>(plan.blocks), kNormBackwardThreads, 0, stream_of(stream)>>>(
+              a, rows_of(N, C, layout, kNormBackwardThreads), ceil_div(N, plan.blocks));
+      return launch_error();
+    }
+    if (packs <= 32) return launch(kOne, Constant<4>{}, kQuarter, kTwo, lanes_for(packs));
+    if (packs <= 64) return launch(kTwo, kTwo, kQuarter, kTwo, 32);
+    if (packs <= 96) return launch(Constant<3>{}, kOne, kQuarter, kTwo, 32);
+    if (packs <= 128) return launch(Constant<4>{}, kOne, kQuarter, kOne, 32);
+    if (packs <= 224) return launch(Constant<7>{}, kOne, kQuarter, kOne, 32);
+    if (packs <= 256) return launch(Constant<8>{}, kOne, kQuarter, kOne, 32);
+    if (packs <= 512) return launch(kTwo, kTwo, kQuarter, kTwo, round_up(ceil_div(packs, 2), 32));
+    return launch(kTwo, kTwo, kHalf, kOne, round_up(ceil_div(packs, 2), 32));
+  };
   KernelError error = kKernelOk;
-  if (!vectors || packs > 2 * kNormBackwardThreads || N > INT32_MAX) {
-    cut(1, kMaxNormBackwardBlocks);
-    norm_backward_wide_kernel<T, kMean>
-        <<<static_cast<uint32_t>(plan.blocks), kNormBackwardThreads, 0, stream_of(stream)>>>(
-            a, rows_of(N, C, layout, kNormBackwardThreads), ceil_div(N, plan.blocks));
-    error = launch_error();
-  } else if (packs <= 32) {
-    error = launch(kOne, Constant<4>{}, kQuarter, kTwo, lanes_for(packs));
-  } else if (packs <= 64) {
-    error = launch(kTwo, kTwo, kQuarter, kTwo, 32);
-  } else if (packs <= 96) {
-    error = launch(Constant<3>{}, kOne, kQuarter, kTwo, 32);
-  } else if (packs <= 128) {
-    error = launch(Constant<4>{}, kOne, kQuarter, kOne, 32);
-  } else if (packs <= 224) {
-    error = launch(Constant<7>{}, kOne, kQuarter, kOne, 32);
-  } else if (packs <= 256) {
-    error = launch(Constant<8>{}, kOne, kQuarter, kOne, 32);
-  } else if (packs <= 512) {
-    error = launch(kTwo, kTwo, kQuarter, kTwo, round_up(ceil_div(packs, 2), 32));
-  } else {
-    error = launch(kTwo, kTwo, kHalf, kOne, round_up(ceil_div(packs, 2), 32));
+  bool as_heads = false;
+  if constexpr (!kMean) {
+    as_heads = launch_heads<T>(N, C, layout, vectors && a.dresidual == nullptr,
+                               [&](auto num_packs, auto lanes, const HeadUnits& units) {
+                                 constexpr int kBlocksPerSm = num_packs.value > 3 ? 3 : 4;
+                                 plan = norm_backward_plan(units.count, kHeadWarps, kBlocksPerSm * kMultiprocessors);
+                                 norm_heads_backward_kernel<T, num_packs.value, lanes.value, kBlocksPerSm>
+                                     <<<static_cast<uint32_t>(plan.blocks), kHeadThreads, 0, stream_of(stream)>>>(
+                                         a.dx, a.dw_partials, a.dy, a.x, a.w, a.rstd, units);
+                                 error = launch_error();
+                               });
   }
+  if (!as_heads) error = launch_rows();
   if (error != kKernelOk) return error;
   const dim3 grid(static_cast<uint32_t>(ceil_div(C, 32)), kMean ? 2 : 1);
   return launch_overlapped(sum_partials_kernel, grid, dim3(32, 32), stream_of(stream), 0, dw, db, a.dw_partials,

@@ -1,7 +1,7 @@
 // The forward kernels of norm.h; norm.cu holds the table.
 #pragma once
 
-#include "kernels/cuda/norm_kernels.cuh"
+#include "kernels/cuda/norm_heads.cuh"
 
 namespace kintsugi::kernels::cuda {
 
@@ -157,6 +157,14 @@ KernelError launch_norm_forward(const NormForward<T>& a, int64_t N, int64_t C, R
     if (C <= 128) return launch(kOne, kFour, kOne, kReread, lanes_for(ceil_div(C, 4)));
     const int64_t group = round_up(ceil_div(C, 4), 32);
     return launch(kOne, kFour, kOne, kReread, group < kNormForwardThreads ? group : kNormForwardThreads);
+  }
+  if constexpr (!kMean && !kResidual) {
+    const bool launched = launch_heads<T>(N, C, layout, vectors, [&](auto packs, auto lanes, const HeadUnits& units) {
+      const auto blocks = static_cast<uint32_t>(ceil_div(units.count, kHeadWarps));
+      norm_heads_forward_kernel<T, packs.value, lanes.value>
+          <<<blocks, kHeadThreads, 0, stream_of(stream)>>>(a.y, a.rstd, a.x, a.w, a.eps, units);
+    });
+    if (launched) return launch_error();
   }
   const int64_t packs = C / kVec;
   if (packs <= 32) return launch(kVectors, kOne, kFour, kKept, lanes_for(packs));

@@ -123,11 +123,27 @@ TEST_P(CudaNormTest, ResidualFormsEqualAddThenNormBitForBit) {
 }
 
 TEST_P(CudaNormTest, StridedRowsNormaliseHeadsInsideAPackedBufferAndTouchNothingElse) {
-  for (const int64_t D : {20, 64, 80, 128}) {
+  struct Heads {
+    int64_t D, heads;
+  };
+  // With 4, 8, 12 and 16 heads of 64 or 128 a token is whole warps of packs.
+  for (const auto [D, heads] : {Heads{20, 3},
+                                {64, 3},
+                                {80, 3},
+                                {128, 3},
+                                {64, 4},
+                                {128, 4},
+                                {64, 8},
+                                {128, 8},
+                                {64, 12},
+                                {128, 12},
+                                {64, 16},
+                                {256, 2}}) {
     for (const int64_t gap : {14, 16}) {
-      const int64_t tokens = 401, heads = 3, stride = heads * D + gap, N = tokens * heads;
+      const int64_t tokens = 401, stride = heads * D + gap, N = tokens * heads;
       const RowLayout layout{heads, stride};
-      const std::string what = ", D " + std::to_string(D) + " gap " + std::to_string(gap);
+      const std::string what =
+          ", heads " + std::to_string(heads) + " D " + std::to_string(D) + " gap " + std::to_string(gap);
       const Array x = normal(tokens * stride), dy = normal(tokens * stride), w = normal_f32(D);
       Array y = x, rstd(DType::kF32, N), dx = dy, dw(DType::kF32, D);
       const DeviceMemory d_y(x), d_x(x), d_w(w), d_rstd = space_f32(N);
