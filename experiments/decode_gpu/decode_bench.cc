@@ -16,9 +16,7 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 #include <random>
-#include <thread>
 
-#include "kernels/cuda/decode_probe.h"
 #include "runtime/base/deadline.h"
 #include "runtime/cuda/cuda_backend.h"
 #include "runtime/decode/engine.h"
@@ -109,9 +107,7 @@ double median(std::vector<double> values) {
 struct Options {
   std::string shape = "llama-1b", json, check;
   int64_t batch = 1, context = 1024, steps = 64, prefill = 2048;
-  bool no_graphs = false, half_tiles = false, stamps = false, compare = false;
-  int distance = 0;
-  int64_t ahead_mib = 16;
+  bool no_graphs = false;
 };
 
 // Bytes of the matrices that a decode step reads: all but a token table that is no head.
@@ -121,86 +117,9 @@ int64_t matrix_bytes(const ParamTable& params, bool tied) {
   return elements * 2;
 }
 
-// Of one step, by kernel of a block: medians over the blocks of what its stamps say, in us after the end of the launch
-// in front: when its first and its last block begins, when blocks go on, when its last block ends.
-Status print_stamps(Engine& engine, const ModelConfig& config, Backend& backend, Buffer& stamps) {
-  using kernels::cuda::DecodeProbe;
-  KTG_ASSIGN_OR_RETURN(const std::unique_ptr<Stream> stream, backend.create_stream());
-  std::vector<unsigned long long> s(static_cast<size_t>(stamps.size_bytes() / 8), 0);
-  std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  KTG_RETURN_IF_ERROR(backend.copy(stamps.data(), s.data(), stamps.size_bytes(), *stream));
-  KTG_RETURN_IF_ERROR(stream->synchronize(Deadline::never()));
-  for (int i = 0; i < 4; ++i) KTG_RETURN_IF_ERROR(engine.step());
-  std::this_thread::sleep_for(std::chrono::milliseconds(50));  // for the step that is queued ahead
-  KTG_RETURN_IF_ERROR(backend.copy(s.data(), stamps.data(), stamps.size_bytes(), *stream));
-  KTG_RETURN_IF_ERROR(stream->synchronize(Deadline::never()));
-  struct Launch {
-    unsigned long long begin = ~0ull, last_begin = 0, go = 0, end = 0, first_end = ~0ull;
-    int blocks = 0, most = 0;
-  };
-  std::vector<Launch> launches;
-  constexpr size_t kBlocks = DecodeProbe::kStampBlocks, kStamps = DecodeProbe::kStamps;
-  for (size_t l = 0; l < s.size() / (kBlocks * kStamps); ++l) {
-    Launch at;
-    std::vector<int> of_sm(256, 0);
-    for (size_t b = 0; b < kBlocks; ++b) {
-      const unsigned long long* const x = &s[(l * kBlocks + b) * kStamps];
-      if (x[2] == 0) continue;
-      at.begin = std::min(at.begin, x[0]), at.last_begin = std::max(at.last_begin, x[0]);
-      at.go = std::max(at.go, x[1]);
-      at.end = std::max(at.end, x[2]), at.first_end = std::min(at.first_end, x[2]);
-      ++at.blocks;
-      at.most = std::max(at.most, ++of_sm[x[3] % 256]);
-    }
-    if (at.blocks > 0) launches.push_back(at);
-  }
-  std::sort(launches.begin(), launches.end(), [](const Launch& a, const Launch& b) { return a.end < b.end; });
-  const size_t step = static_cast<size_t>(config.num_layers) * 5 + 1;
-  fmt::print("{} launches stamped, {} a step\n", launches.size(), step);
-  if (launches.size() != step) return ok_status();
-  const char* const names[] = {"qkv", "attention", "o", "up", "down"};
-  for (size_t kind = 0; kind < 5; ++kind) {
-    std::vector<double> values[6];
-    int most = 0, blocks = 0;
-    for (size_t l = 5 + kind; l + 1 < launches.size(); l += 5) {
-      const Launch &at = launches[l], &before = launches[l - 1];
-      const auto us = [&](unsigned long long t) {
-        return (static_cast<double>(t) - static_cast<double>(before.end)) * 1e-3;
-      };
-      const double x[] = {us(at.begin), us(at.last_begin), us(at.go), us(at.first_end), us(at.end)};
-      for (size_t i = 0; i < 5; ++i) values[i].push_back(x[i]);
-      most = std::max(most, at.most), blocks = at.blocks;
-    }
-    fmt::print(
-        "  {:<10} {:>4} blocks, most on one SM {}; first begins {:6.2f}, last begins {:6.2f}, goes on {:6.2f}, first "
-        "ends "
-        "{:6.2f}, last ends {:6.2f} us\n",
-        names[kind], blocks, most, median(values[0]), median(values[1]), median(values[2]), median(values[3]),
-        median(values[4]));
-  }
-  const Launch &head = launches.back(), &first = launches.front(), &last = launches[step - 2];
-  fmt::print("  blocks {:.2f} us in all, head {:.2f} us\n", static_cast<double>(last.end - first.begin) * 1e-3,
-             static_cast<double>(head.end - last.end) * 1e-3);
-  return ok_status();
-}
-
 Result<double> decode_ms(const Options& o, const ModelConfig& config, Backend& backend, DeviceWeights& w) {
   std::vector<double> times;
   const int64_t new_tokens = kWarmUp + kRuns * o.steps + 8;
-  kernels::cuda::DecodeProbe& probe = kernels::cuda::decode_probe();
-  probe.half_tiles = o.half_tiles;
-  probe.distance = o.distance;
-  probe.launches.clear();
-  probe.stamps = nullptr;
-  probe.period = config.num_layers * 5 + 1;
-  probe.most_bytes = o.ahead_mib << 20;
-  using Probe = kernels::cuda::DecodeProbe;
-  Buffer stamps;
-  if (o.stamps) {
-    KTG_ASSIGN_OR_RETURN(
-        stamps, backend.allocate(int64_t{Probe::kStampLaunches} * Probe::kStampBlocks * Probe::kStamps * 8, "stamps"));
-    probe.stamps = stamps.as<unsigned long long>();
-  }
   KTG_ASSIGN_OR_RETURN(const std::unique_ptr<Engine> engine, Engine::create(config,
                                                                             {.dtype = DType::kBF16,
                                                                              .max_batch = o.batch,
@@ -222,7 +141,6 @@ Result<double> decode_ms(const Options& o, const ModelConfig& config, Backend& b
     times.push_back(static_cast<double>(monotonic_ns() - begin_ns) * 1e-6 / static_cast<double>(o.steps));
     KTG_CHECK(engine->stats().decode_steps - before == o.steps) << "steps that decoded nothing";
   }
-  if (o.stamps) KTG_RETURN_IF_ERROR(print_stamps(*engine, config, backend, stamps));
   return median(times);
 }
 
@@ -265,19 +183,6 @@ Status measure(const Options& o) {
   KTG_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceWeights> w, make_weights(config, DType::kBF16, *backend));
   nlohmann::ordered_json out;
   out["shape"] = o.shape;
-  if (o.compare) {
-    for (int round = 0; round < 4; ++round) {
-      for (const bool half : {false, true}) {
-        for (const int distance : {0, 1, 2, 3}) {
-          Options form = o;
-          form.half_tiles = half, form.distance = distance, form.stamps = round == 3;
-          KTG_ASSIGN_OR_RETURN(const double ms, decode_ms(form, config, *backend, *w));
-          fmt::print("{} half {:d} distance {} ahead {} MiB{}: {:.4f} ms\n", o.shape, half, distance, o.ahead_mib,
-                     form.stamps ? ", stamped" : "", ms);
-        }
-      }
-    }
-  }
   if (o.steps > 0) {
     KTG_ASSIGN_OR_RETURN(const double ms, decode_ms(o, config, *backend, *w));
     const double context = static_cast<double>(o.context) + kWarmUp + 0.5 * static_cast<double>(kRuns * o.steps);
@@ -374,11 +279,6 @@ int main(int argc, char** argv) {
   app.add_option("--steps", options.steps, "0: no decode")->check(CLI::Range(int64_t{0}, int64_t{300}));
   app.add_option("--prefill", options.prefill, "0: no prefill")->check(CLI::Range(int64_t{0}, int64_t{8192}));
   app.add_flag("--no-graphs", options.no_graphs);
-  app.add_flag("--half-tiles", options.half_tiles);
-  app.add_flag("--compare", options.compare);
-  app.add_flag("--stamps", options.stamps);
-  app.add_option("--distance", options.distance);
-  app.add_option("--ahead-mib", options.ahead_mib);
   app.add_option("--json", options.json, "A line is added to it");
   app.add_option("--check", options.check, "Write greedy texts of the tiny shapes instead");
   CLI11_PARSE(app, argc, argv);

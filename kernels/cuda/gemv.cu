@@ -16,7 +16,6 @@
 #include "kernels/cuda/gemv.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/mma.cuh"
-#include "kernels/cuda/read_ahead.cuh"
 #include "kernels/gemm.h"
 
 namespace kintsugi::kernels::cuda {
@@ -26,6 +25,7 @@ constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 static_assert(kThreads == kNormThreads);
 constexpr int kStep = 128;                   // columns of I that a warp takes at a time
+constexpr int kPiecesOfLane = 8;             // in a stage: 16 bytes each
 constexpr int64_t kAloneBytes = 115 * 1024;  // of shared memory: no two such blocks on a multiprocessor
 constexpr int64_t kMaxNormRows = 4;          // more rows are normalised by a kernel of their own
 constexpr int64_t kMaxNormSharedBytes = 40 * 1024;
@@ -38,8 +38,6 @@ struct GemvArguments {
   int N, I, O;
   int tiles;
   DecodeNormArguments norm;  // where x comes from it
-  ReadAhead ahead = {};
-  unsigned long long* stamps = nullptr;
 };
 
 __device__ inline float rounded(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
@@ -47,13 +45,10 @@ __device__ inline float rounded(float x) { return __bfloat162float(__float2bfloa
 //   kNTiles: N <= 8 kNTiles. kMTiles: 16 kMTiles rows of w a tile.
 //   kNorm: x is the norm's output, made by each block for itself (N <= kMaxNormRows).
 //   kSwiglu: the tile's upper half are rows of the gate, its lower half the rows of `up` that belong to them.
-//   kHalf: only the upper 8 rows of the tile exist.
-template <int kNTiles, int kMTiles, bool kNorm, bool kSwiglu, bool kHalf>
+template <int kNTiles, int kMTiles, bool kNorm, bool kSwiglu>
 class Gemv {
  public:
-  static_assert(!kHalf || (kMTiles == 1 && !kSwiglu));
-  static constexpr int kGroups = kHalf ? 1 : 2 * kMTiles;  // of 8 rows
-  static constexpr int kPiecesOfLane = kHalf ? 4 : 8;      // in a stage: 16 bytes each
+  static constexpr int kGroups = 2 * kMTiles;  // of 8 rows
   static constexpr int kRows = 8 * kGroups, kColumns = 8 * kNTiles;
   static constexpr int kOutputs = kSwiglu ? kRows / 2 : kRows;  // of a tile, for a row of x
   static constexpr int kPieces = kPiecesOfLane / kGroups;       // of 32 columns: a part
@@ -83,19 +78,13 @@ class Gemv {
   __device__ void run() {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) request();
-    if (threadIdx.x % kWarps == 0) {
-      read_ahead(a_.ahead, static_cast<int64_t>(threadIdx.x / kWarps) * gridDim.x + blockIdx.x,
-                 int64_t{gridDim.x} * (kThreads / kWarps));
-    }
     Rows first, second;
     if constexpr (kNorm) {
       const NormWeights weights(a_.norm, a_.I);
       wait_for_previous();
-      stamp(a_.stamps, 1);
       normalize_rows(normed_, normed_stride(), a_.norm, weights, 0, a_.N, a_.I, blockIdx.x == 0);
     } else {
       wait_for_previous();
-      stamp(a_.stamps, 1);
       load(first, 0);
     }
     while (step(first, second) && step(second, first)) {
@@ -163,9 +152,7 @@ class Gemv {
     for (int p = 0; p < kPieces; ++p) {
 #pragma unroll
       for (int i = 0; i < kMTiles; ++i) {
-        const uint4 lower = from[(2 * i * kPieces + p) * 32];
-        uint4 upper = make_uint4(0, 0, 0, 0);
-        if constexpr (!kHalf) upper = from[((2 * i + 1) * kPieces + p) * 32];
+        const uint4 lower = from[(2 * i * kPieces + p) * 32], upper = from[((2 * i + 1) * kPieces + p) * 32];
 #pragma unroll
         for (int t = 0; t < kNTiles; ++t) {
           mma(acc_[0][i][t], lower.x, upper.x, lower.y, upper.y, x[p][t].x, x[p][t].y);
@@ -205,7 +192,7 @@ class Gemv {
 #pragma unroll
       for (int t = 0; t < kNTiles; ++t) {
 #pragma unroll
-        for (int e = 0; e < (kHalf ? 2 : 4); ++e) {
+        for (int e = 0; e < 4; ++e) {
           const float sum = acc_[0][i][t][e] + acc_[1][i][t][e];
           shared_.sums[turn_][warp_][8 * t + 2 * c_ + e % 2][16 * i + r_ + 8 * (e / 2)] = sum;
           acc_[0][i][t][e] = acc_[1][i][t][e] = 0.0f;
@@ -246,15 +233,13 @@ class Gemv {
   float acc_[kChains][kMTiles][kNTiles][4] = {};
 };
 
-template <int kNTiles, int kMTiles, bool kNorm, bool kSwiglu, bool kHalf>
-__global__ void __maxnreg__(kHalf ? 80 : (kNTiles > 2 ? 168 : 128)) gemv_kernel(const GemvArguments a) {
-  using Work = Gemv<kNTiles, kMTiles, kNorm, kSwiglu, kHalf>;
+template <int kNTiles, int kMTiles, bool kNorm, bool kSwiglu>
+__global__ void __maxnreg__(kNTiles > 2 ? 168 : 128) gemv_kernel(const GemvArguments a) {
+  using Work = Gemv<kNTiles, kMTiles, kNorm, kSwiglu>;
   __shared__ typename Work::Shared shared;
   extern __shared__ uint4 memory[];
   allow_next();
-  stamp(a.stamps, 0);
   Work(a, shared, memory, reinterpret_cast<__nv_bfloat16*>(memory + Work::kQueueBytes / 16)).run();
-  stamp(a.stamps, 2);
 }
 
 int multiprocessors() {
@@ -269,33 +254,24 @@ int multiprocessors() {
   return count;
 }
 
-template <int kNTiles, int kMTiles, bool kNorm, bool kSwiglu, bool kHalf = false>
+template <int kNTiles, int kMTiles, bool kNorm, bool kSwiglu>
 KernelError launch(GemvArguments a, StreamHandle stream) {
-  using Work = Gemv<kNTiles, kMTiles, kNorm, kSwiglu, kHalf>;
-  static constexpr auto kKernel = gemv_kernel<kNTiles, kMTiles, kNorm, kSwiglu, kHalf>;
-  constexpr int64_t kLeastBytes = kHalf ? 0 : kAloneBytes;
+  using Work = Gemv<kNTiles, kMTiles, kNorm, kSwiglu>;
+  static constexpr auto kKernel = gemv_kernel<kNTiles, kMTiles, kNorm, kSwiglu>;
   static const cudaError_t allowed =
-      allow_shared_memory(kKernel, std::max(Work::kQueueBytes + (kNorm ? kMaxNormSharedBytes : 0), kLeastBytes));
+      allow_shared_memory(kKernel, std::max(Work::kQueueBytes + (kNorm ? kMaxNormSharedBytes : 0), kAloneBytes));
   if (allowed != cudaSuccess) return allowed;
   a.tiles = (a.O + Work::kOutputs - 1) / Work::kOutputs;
   const int blocks = std::min(a.tiles, multiprocessors());
   const int64_t normed_bytes = kNorm ? static_cast<int64_t>(a.N) * (a.I + 8) * 2 : 0;
   const int64_t shared_bytes =
-      std::max(Work::kQueueBytes + normed_bytes, kLeastBytes - static_cast<int64_t>(sizeof(typename Work::Shared)));
-  const auto* const w = reinterpret_cast<const char*>(a.w);
-  const int64_t bytes = int64_t{a.O} * a.I * 2;
-  a.ahead = decode_probe().next({w, kSwiglu ? w + bytes : nullptr, bytes});
-  a.stamps = decode_probe().stamps_of_last();
+      std::max(Work::kQueueBytes + normed_bytes, kAloneBytes - static_cast<int64_t>(sizeof(typename Work::Shared)));
   return launch_overlapped(kKernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
                            static_cast<cudaStream_t>(stream), shared_bytes, a);
 }
 
 template <bool kSwiglu>
 KernelError launch_plain(const GemvArguments& a, StreamHandle stream) {
-  if constexpr (!kSwiglu) {
-    const bool half = a.N <= 8 && a.O <= 8 * multiprocessors() && decode_probe().half_tiles;
-    if (half) return launch<1, 1, false, false, true>(a, stream);
-  }
   if (a.N <= 8) return launch<1, 1, false, kSwiglu>(a, stream);
   return a.N <= 16 ? launch<2, 2, false, kSwiglu>(a, stream) : launch<4, 2, false, kSwiglu>(a, stream);
 }

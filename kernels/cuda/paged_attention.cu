@@ -150,8 +150,6 @@ KernelError rotate_and_decode(void* o, const void* qkv, void* k_cache, void* v_c
     return error;
   }
   launch.arguments.rotation = rotation;
-  launch.arguments.ahead = decode_probe().next({});
-  launch.arguments.stamps = decode_probe().stamps_of_last();
   return run_bf16<true>(launch, s.D, stream);
 }
 

@@ -195,14 +195,9 @@ __global__ void __launch_bounds__(kDecodeThreads) paged_decode_bf16_kernel(const
   extern __shared__ uint4 memory[];  // of the queues, then of what the warps leave
   __shared__ RotatedRows<kRotate ? 64 * kChunks : 8> rows;
   allow_next();
-  stamp(a.stamps, 0);
   if constexpr (!kRotate) wait_for_previous();
   const DecodeItem item(a);
-  const int64_t block = blockIdx.x + int64_t{blockIdx.y} * gridDim.x, blocks = int64_t{gridDim.x} * gridDim.y;
-  if (item.split >= item.active) {
-    read_ahead(a.ahead, threadIdx.x * blocks + block, blocks * kDecodeThreads);
-    return;
-  }
+  if (item.split >= item.active) return;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, r = lane / 4,
             c = lane % 4;
   const uint4 zero = make_uint4(0, 0, 0, 0);
@@ -212,7 +207,6 @@ __global__ void __launch_bounds__(kDecodeThreads) paged_decode_bf16_kernel(const
   Queue queue(memory, a, item, new_token);
 #pragma unroll
   for (int i = 0; i < Queue::kStages - 1; ++i) queue.request(first + i * kSplitUnit);
-  read_ahead(a.ahead, threadIdx.x * blocks + block, blocks * kDecodeThreads);
 
   uint4 q[2 * kChunks];
   const __nv_bfloat16* q_row = static_cast<const __nv_bfloat16*>(a.q) + item.sequence * a.q_stride +
@@ -220,7 +214,6 @@ __global__ void __launch_bounds__(kDecodeThreads) paged_decode_bf16_kernel(const
   if constexpr (kRotate) {
     const RotationOfLane<64 * kChunks> rotation(a.rotation, item.sequence, a.D);
     wait_for_previous();  // for q, k and v of the new token; the rest has been there for long
-    stamp(a.stamps, 1);
     rotate_rows(rows, rotation, a, item, writes);
     q_row = rows.q[r];
   }
@@ -245,7 +238,6 @@ __global__ void __launch_bounds__(kDecodeThreads) paged_decode_bf16_kernel(const
   __syncthreads();  // nobody's queue is in use
   state.leave(shared, warp);
   finish<__nv_bfloat16>(a, item, shared);
-  stamp(a.stamps, 2);
 }
 
 // fp32: for checks rather than speed. A warp takes one position at a time, its lanes D.

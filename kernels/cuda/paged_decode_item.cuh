@@ -6,7 +6,6 @@
 
 #include <cstdint>
 
-#include "kernels/cuda/read_ahead.cuh"
 #include "kernels/decode_layer.h"
 #include "kernels/paged_attention.h"
 
@@ -36,8 +35,6 @@ struct PagedArguments {
   int64_t q_stride, o_stride;
   float scale_log2;         // scores are kept in units of log 2
   DecodeRotation rotation;  // where q, k and v come raw
-  ReadAhead ahead = {};
-  unsigned long long* stamps = nullptr;
 };
 
 // What a block works on.
@@ -103,7 +100,7 @@ __device__ inline float weight(float m, float max) { return m == -INFINITY ? 0.0
 template <class T, int kMaxD>
 __device__ void join_splits(T* o, int64_t row, int count, const PagedArguments& a, const DecodeItem& item,
                             DecodeShared<kMaxD>& shared) {
-  constexpr int kEarly = 16;  // parts requested beside the maxima and sums
+  constexpr int kEarly = 8;  // parts requested beside the maxima and sums
   float4 early[kEarly];
   const auto part = [&](int i, int split) {
     const int64_t at = (row + i / a.D) * a.splits + split;
@@ -159,13 +156,6 @@ struct JoinedWarps {
   }
 };
 
-// atomicInc() that releases what came before it and acquires what others released.
-__device__ inline unsigned arrive(unsigned* counter, unsigned last) {
-  unsigned before;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
-  return before;
-}
-
 // Joins the warps of the block, and, in the block that arrives last, the splits of the sequence.
 template <class T, int kMaxD>
 __device__ void finish(const PagedArguments& a, const DecodeItem& item, DecodeShared<kMaxD>& shared) {
@@ -186,14 +176,15 @@ __device__ void finish(const PagedArguments& a, const DecodeItem& item, DecodeSh
   }
   if (item.active == 1) return;
 
-  // The barrier puts every thread's part before the release, and what follows it behind the acquisition.
+  __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
     const auto last = static_cast<unsigned>(item.active - 1);
-    shared.last = arrive(a.counters + item.counter, last) == last;
+    shared.last = atomicInc(a.counters + item.counter, last) == last;
   }
   __syncthreads();
   if (!shared.last) return;
+  __threadfence();
   join_splits(o, row, count, a, item, shared);
 }
 
