@@ -187,13 +187,13 @@ TEST(ResumeTest, AFinishedRunHasNothingLeftToDo) {
 // Rank 1's part of the only save cannot be written.
 const std::vector<std::string> kNoSave = {
     "--set",
-    "training.steps=400",
+    "training.steps=150",
     "--set",
-    "checkpoint.every=250",
+    "checkpoint.every=100",
     "--set",
     "checkpoint.save_last=false",
     "--set",
-    R"(fault.kill=[{rank=1,step=250,point="write"},{rank=1,step=250,point="write"},{rank=1,step=250,point="write"}])"};
+    R"(fault.kill=[{rank=1,step=100,point="write"},{rank=1,step=100,point="write"},{rank=1,step=100,point="write"}])"};
 
 bool no_save_left(const TrainJob& job) {
   for (const auto& entry : std::filesystem::directory_iterator(job.out_dir() + "/checkpoint")) {

@@ -64,8 +64,9 @@ class TrainJob {
   // Ends what is left of the job.
   ~TrainJob();
 
-  // Waits for all processes that were started; kills them when it takes too long.
-  Exit wait(std::chrono::seconds patience = std::chrono::seconds(90));
+  // Waits for all processes that were started; kills them when it takes too long. A patience is there to end what
+  // hangs: a machine with twenty other programs at work makes each step take a second.
+  Exit wait(std::chrono::seconds patience = std::chrono::seconds(240));
   bool ended();
 
   // stdout and stderr of all ranks together.
@@ -89,7 +90,7 @@ class TrainJob {
   std::set<pid_t> workers_now() const;   // by their command line, known to the log or not
 
   // Polls until `condition` holds; false when the job ended or `patience` ran out first.
-  bool wait_until(const std::function<bool()>& condition, std::chrono::seconds patience = std::chrono::seconds(60));
+  bool wait_until(const std::function<bool()>& condition, std::chrono::seconds patience = std::chrono::seconds(180));
   bool wait_for_step(int64_t step) {
     return wait_until([this, step] { return last_step() >= step; });
   }
