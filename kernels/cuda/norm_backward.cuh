@@ -6,27 +6,14 @@
 #pragma once
 
 #include "kernels/cuda/async_copy.cuh"
-#include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/norm_heads.cuh"
+#include "kernels/cuda/norm_teams.cuh"
 
 namespace kintsugi::kernels::cuda {
 
-template <class T>
-struct NormBackward {
-  T* dx;
-  float* dw_partials;  // (blocks, C)
-  float* db_partials;  // likewise, with kMean only
-  const T* dy;
-  const T* x;
-  const float* w;
-  const float* mean;  // with kMean only
-  const float* rstd;
-  const T* dresidual;  // or null
-};
-
 inline constexpr int kNormBackwardThreads = 512;                     // at most
 inline constexpr int kMaxNormBackwardBlocks = 4 * kMultiprocessors;  // of rows of any width; others take fewer
-inline constexpr int kMaxSharedColumns = 2048;                       // of rows that one warp takes
+inline constexpr int kMaxSharedColumns = 1024;                       // of rows that one warp takes
 
 // Adds up the column sums of a block's warps, in their order, and writes the block's row of partial sums. Lanes below
 // `group` of each warp hold columns.
@@ -320,6 +307,16 @@ KernelError launch_norm_backward(NormBackward<T> a, float* dw, float* db, void* 
                                                                                 static_cast<int32_t>(plan.stretches));
     return launch_error();
   };
+  const auto launch_teams = [&]<class How>(How) -> KernelError {
+    constexpr auto kKernel = norm_teams_kernel<T, How, kMean>;
+    static const cudaError_t allowed = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                            static_cast<int>(How::shared_bytes(How::kMostPacks)));
+    if (allowed != cudaSuccess) return allowed;
+    cut(How::kTeams, How::kBlocks * kMultiprocessors);
+    kKernel<<<static_cast<uint32_t>(plan.blocks), How::kThreads, static_cast<size_t>(How::shared_bytes(C / kVec)),
+              stream_of(stream)>>>(a, rows_of(N, C, layout, How::kTeamThreads));
+    return launch_error();
+  };
   constexpr Constant<1> kOne{};
   constexpr Constant<2> kTwo{};
   constexpr Constant<256> kQuarter{};
@@ -339,9 +336,8 @@ KernelError launch_norm_backward(NormBackward<T> a, float* dw, float* db, void* 
     if (packs <= 64) return launch(kTwo, kTwo, kQuarter, kTwo, 32);
     if (packs <= 96) return launch(Constant<3>{}, kOne, kQuarter, kTwo, 32);
     if (packs <= 128) return launch(Constant<4>{}, kOne, kQuarter, kOne, 32);
-    if (packs <= 224) return launch(Constant<7>{}, kOne, kQuarter, kOne, 32);
-    if (packs <= 256) return launch(Constant<8>{}, kOne, kQuarter, kOne, 32);
-    if (packs <= 512) return launch(kTwo, kTwo, kQuarter, kTwo, round_up(ceil_div(packs, 2), 32));
+    if (packs <= 256) return launch_teams(Teams<4, 2, 2>{});
+    if (packs <= 512) return launch_teams(Teams<8, 2, 1>{});
     return launch(kTwo, kTwo, kHalf, kOne, round_up(ceil_div(packs, 2), 32));
   };
   KernelError error = kKernelOk;

@@ -1,0 +1,48 @@
+// Copies of whole stretches from global into shared memory by the copy engine: one instruction of one thread moves up
+// to a megabyte, and an arrival counts its bytes. Internal to kernels/cuda.
+//
+// Lengths are multiples of 16 bytes and both ends begin at 16-byte boundaries. A stage is written again only after
+// every thread has read it and they have met at a barrier.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace kintsugi::kernels::cuda {
+
+// Completes when one thread has announced a phase's bytes and as many have come. Lies in shared memory.
+struct Arrival {
+  uint64_t state;
+
+  __device__ static uint32_t address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+  // By one thread; then publish(), and a barrier of all that wait or copy.
+  __device__ void init() { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(&state)) : "memory"); }
+  __device__ static void publish() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+  __device__ void expect(uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&state)), "r"(bytes)
+                 : "memory");
+  }
+  __device__ void copy(void* to, const void* from, uint32_t bytes) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address(to)),
+        "l"(from), "r"(bytes), "r"(address(&state))
+        : "memory");
+  }
+  // Phases alternate between parity 0, the first, and 1.
+  __device__ void wait(uint32_t parity) {
+    asm volatile(
+        "{\n .reg .pred complete;\n"
+        "again:\n mbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1;\n"
+        " @complete bra done;\n bra again;\n"
+        "done:\n}" ::"r"(address(&state)),
+        "r"(parity)
+        : "memory");
+  }
+};
+
+}  // namespace kintsugi::kernels::cuda
