@@ -33,7 +33,7 @@ int64_t split_positions(const PagedShape& s) {
 int64_t most_splits(const PagedShape& s) {
   const int64_t groups = s.K * head_groups(s);
   if (s.S > kFewSequences) {
-    return s.S * groups > kCounters ? 1 : std::clamp<int64_t>(kMostPartsOfMany / s.S, 1, kMaxSplits);
+    return s.S * groups > kMaxItems ? 1 : std::clamp<int64_t>(kMostPartsOfMany / s.S, 1, kMaxSplits);
   }
   return std::clamp<int64_t>((kBlocksForOneSequence + groups - 1) / groups, 1, kMaxSplits);
 }
@@ -47,7 +47,7 @@ int64_t decode_workspace_bytes(const PagedShape& s, DType) {
   PagedShape few = s;
   few.S = std::min(s.S, kFewSequences);
   const int64_t parts = std::max(few.S * most_splits(few), kMostPartsOfMany);
-  return kCounters * 4 + parts * s.H * (8 + s.D * 4) + 8;
+  return parts * s.H * (8 + s.D * 4) + 8;
 }
 
 // 16-byte loads need it of every row.
@@ -79,9 +79,8 @@ KernelError prepare(Launch* launch, void* o, const void* q, const void* k_cache,
   a.block_tables = block_tables;
   a.context_lens = context_lens;
   if (splits > 1) {
-    a.counters = static_cast<unsigned*>(workspace);
-    a.partial_ml = reinterpret_cast<float2*>(a.counters + kCounters);
-    a.partial = reinterpret_cast<float*>(a.partial_ml + (s.S * s.H * splits + 1) / 2 * 2);  // 16-byte aligned
+    a.partial_ml = static_cast<Parcel2*>(workspace);
+    a.partial = reinterpret_cast<Parcel4*>(a.partial_ml + (s.S * s.H * splits + 1) / 2 * 2);  // 16-byte aligned
   }
   a.H = static_cast<int>(s.H);
   a.K = static_cast<int>(s.K);

@@ -4,8 +4,8 @@
 // A block of four warps takes one split of one sequence's positions for up to 8 query heads of one key/value head, so
 // the cache is read once for all of them. Positions [0, length) are cut into equal splits of a multiple of 64; how many
 // there are at most, and how long a sequence is before it is cut, depends on shapes alone, so a recorded launch serves
-// every length. Each split leaves a maximum, a sum and an unnormalised output a query head; the block that arrives last
-// joins them in ascending order. So a result has the same bits whatever the other sequences hold.
+// every length. Each split leaves a maximum, a sum and an unnormalised output a query head; the block of the last split
+// joins them in a fixed order. So a result has the same bits whatever the other sequences hold.
 // Method: Dao et al., Flash-Decoding (2023).
 #pragma once
 

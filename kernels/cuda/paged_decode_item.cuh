@@ -17,8 +17,47 @@ constexpr int kTile = 16;                         // positions that a warp takes
 constexpr int kSplitUnit = kTile * kDecodeWarps;  // a split's length is a multiple of this
 constexpr int kHeadsPerBlock = 8;                 // query heads: columns of an mma
 constexpr int kMaxSplits = 64;
-constexpr int kCounters = 32768;  // at the workspace's start
+constexpr int kMaxItems = 32768;  // sequences times groups of heads that are cut into splits
 constexpr float kLog2E = 1.4426950408889634f;
+
+// Numbers on their way from one block to another, each sent inverted, so that zero means that it has not come. Whoever
+// takes them leaves zeros for the next launch. So no fence orders them, which would wait for all that the
+// multiprocessor has on its way: weights of the launches behind, too.
+struct alignas(16) Parcel4 {
+  uint32_t words[4];
+};
+struct alignas(8) Parcel2 {
+  uint32_t words[2];
+};
+__device__ inline uint32_t to_word(float x) {
+  const uint32_t word = ~__float_as_uint(x);
+  return word == 0 ? 0x80000000u : word;  // a NaN with all bits set: sent as another
+}
+__device__ inline float from_word(uint32_t word) { return __uint_as_float(~word); }
+__device__ inline void send(Parcel4* to, const float4& x) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(to_word(x.x)), "r"(to_word(x.y)),
+               "r"(to_word(x.z)), "r"(to_word(x.w))
+               : "memory");
+}
+__device__ inline void send(Parcel2* to, float x, float y) {
+  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(to_word(x)), "r"(to_word(y)) : "memory");
+}
+__device__ inline void look(Parcel4& parcel, const Parcel4* at) {
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(parcel.words[0]), "=r"(parcel.words[1]), "=r"(parcel.words[2]), "=r"(parcel.words[3])
+               : "l"(at)
+               : "memory");
+}
+__device__ inline void look(Parcel2& parcel, const Parcel2* at) {
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
+               : "=r"(parcel.words[0]), "=r"(parcel.words[1])
+               : "l"(at)
+               : "memory");
+}
+__device__ inline bool complete(const Parcel4& p) {
+  return p.words[0] != 0 && p.words[1] != 0 && p.words[2] != 0 && p.words[3] != 0;
+}
+__device__ inline bool complete(const Parcel2& p) { return p.words[0] != 0 && p.words[1] != 0; }
 
 struct PagedArguments {
   void* o;
@@ -27,9 +66,8 @@ struct PagedArguments {
   const void* v_cache;
   const int32_t* block_tables;
   const int32_t* context_lens;
-  unsigned* counters;  // (S, K * head_groups): splits that have arrived; zero between launches
-  float* partial;      // (S, H, splits, D)
-  float2* partial_ml;  // (S, H, splits): maximum and sum
+  Parcel4* partial;     // (S, H, splits, D / 4)
+  Parcel2* partial_ml;  // (S, H, splits): maximum and sum
   int H, K, D, P, width, splits, head_groups;
   int split_positions;  // a sequence is cut into as few splits as keep them this short, but at most `splits`
   int64_t q_stride, o_stride;
@@ -40,7 +78,6 @@ struct PagedArguments {
 // What a block works on.
 struct DecodeItem {
   int sequence, split, first_head, num_heads, kv_head;
-  int counter;             // of the splits that have arrived: which one
   int length, begin, end;  // positions of the sequence, and this split's
   int active;              // splits that have any position; at least 1
 
@@ -48,7 +85,6 @@ struct DecodeItem {
     const int sequences = static_cast<int>(gridDim.x) / a.splits, y = static_cast<int>(blockIdx.y);
     sequence = static_cast<int>(blockIdx.x) % sequences;
     split = static_cast<int>(blockIdx.x) / sequences;  // the blocks that may have none come last
-    counter = sequence * (a.K * a.head_groups) + y;
     kv_head = y / a.head_groups;
     const int group = a.H / a.K, first = y % a.head_groups * kHeadsPerBlock;
     first_head = kv_head * group + first;
@@ -69,13 +105,11 @@ __device__ inline int64_t row_of(const PagedArguments& a, const DecodeItem& item
   return ((block * a.P + position % a.P) * a.K + item.kv_head) * a.D;
 }
 
-// What the warps of a block leave, and room to join splits in.
+// What the warps of a block leave.
 template <int kMaxD>
 struct DecodeShared {
   float m[kDecodeWarps][kHeadsPerBlock], l[kDecodeWarps][kHeadsPerBlock];
   alignas(16) float o[kDecodeWarps][kHeadsPerBlock][kMaxD + 8];
-  float2 ml[kHeadsPerBlock][kMaxSplits];
-  bool last;
 };
 
 // Four neighbouring elements of an output row, each divided by the sum; zeros for an empty sequence.
@@ -96,50 +130,6 @@ __device__ inline void add_weighed(float4& to, float f, const float4& x) {
 // exp2(m - max) with the convention that an empty part (m = -inf) weighs nothing.
 __device__ inline float weight(float m, float max) { return m == -INFINITY ? 0.0f : exp2f(m - max); }
 
-// Joins the splits of the sequence, whose parts other blocks have left.
-template <class T, int kMaxD>
-__device__ void join_splits(T* o, int64_t row, int count, const PagedArguments& a, const DecodeItem& item,
-                            DecodeShared<kMaxD>& shared) {
-  constexpr int kEarly = 8;  // parts requested beside the maxima and sums
-  float4 early[kEarly];
-  const auto part = [&](int i, int split) {
-    const int64_t at = (row + i / a.D) * a.splits + split;
-    return __ldcg(reinterpret_cast<const float4*>(a.partial + at * a.D + i % a.D));
-  };
-  const auto request = [&](int i) {
-#pragma unroll
-    for (int k = 0; k < kEarly; ++k) {
-      if (i < count && k < item.active) early[k] = part(i, k);
-    }
-  };
-  const int first = 4 * static_cast<int>(threadIdx.x);
-  request(first);
-  for (int i = static_cast<int>(threadIdx.x); i < item.num_heads * item.active; i += kDecodeThreads) {
-    const int h = i / item.active, split = i % item.active;
-    shared.ml[h][split] = __ldcg(a.partial_ml + (row + h) * a.splits + split);
-  }
-  __syncthreads();
-  for (int i = first; i < count; i += 4 * kDecodeThreads) {
-    const float2* const ml = shared.ml[i / a.D];
-    float max = ml[0].x, sum = 0.0f;
-    for (int split = 1; split < item.active; ++split) max = fmaxf(max, ml[split].x);
-    float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    const auto add = [&](int split, const float4& x) {
-      const float f = weight(ml[split].x, max);
-      sum += f * ml[split].y;
-      add_weighed(value, f, x);
-    };
-#pragma unroll
-    for (int k = 0; k < kEarly; ++k) {
-      if (k < item.active) add(k, early[k]);
-    }
-#pragma unroll 4
-    for (int split = kEarly; split < item.active; ++split) add(split, part(i, split));
-    put(o + i, value, sum);
-    request(i + 4 * kDecodeThreads);
-  }
-}
-
 // Four neighbouring elements of a query head's row, unnormalised, as all warps of the block together have them.
 struct JoinedWarps {
   float max, sum = 0.0f;
@@ -156,36 +146,76 @@ struct JoinedWarps {
   }
 };
 
-// Joins the warps of the block, and, in the block that arrives last, the splits of the sequence.
+// Joins the splits of the sequence: those that other blocks have, whose parcels may still be on their way, and this
+// block's, the last.
+template <class T, int kMaxD>
+__device__ void join_splits(T* o, int64_t row, int count, const PagedArguments& a, const DecodeItem& item,
+                            const DecodeShared<kMaxD>& shared) {
+  constexpr int kAtOnce = 10;
+  for (int i = 4 * static_cast<int>(threadIdx.x); i < count; i += 4 * kDecodeThreads) {
+    const int h = i / a.D, d = i % a.D;
+    Parcel4* const parts = a.partial + ((row + h) * a.splits * a.D + d) / 4;
+    const Parcel2* const mls = a.partial_ml + (row + h) * a.splits;
+    JoinedWarps all(shared, h, d);
+    for (int first = 0; first < item.split; first += kAtOnce) {
+      const int here = min(kAtOnce, item.split - first);
+      Parcel4 part[kAtOnce] = {};
+      Parcel2 ml[kAtOnce] = {};
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (k >= here) continue;
+        look(ml[k], mls + first + k);
+        look(part[k], parts + (first + k) * (a.D / 4));
+      }
+      float max = all.max;
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (k >= here) continue;
+        while (!complete(ml[k])) look(ml[k], mls + first + k);
+        while (!complete(part[k])) look(part[k], parts + (first + k) * (a.D / 4));
+        max = fmaxf(max, from_word(ml[k].words[0]));
+      }
+      const float kept = weight(all.max, max);
+      all.sum *= kept;
+      all.value.x *= kept, all.value.y *= kept, all.value.z *= kept, all.value.w *= kept;
+      all.max = max;
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (k >= here) continue;
+        const float f = weight(from_word(ml[k].words[0]), max);
+        all.sum += f * from_word(ml[k].words[1]);
+        const uint32_t(&x)[4] = part[k].words;
+        add_weighed(all.value, f, make_float4(from_word(x[0]), from_word(x[1]), from_word(x[2]), from_word(x[3])));
+        parts[(first + k) * (a.D / 4)] = {};
+      }
+    }
+    put(o + i, all.value, all.sum);
+  }
+  __syncthreads();  // every thread has seen the maxima and sums
+  for (int i = static_cast<int>(threadIdx.x); i < item.num_heads * item.split; i += kDecodeThreads) {
+    a.partial_ml[(row + i / item.split) * a.splits + i % item.split] = {};
+  }
+}
+
+// Joins the warps of the block, and, in the block of the last split, the splits of the sequence. That one waits for
+// blocks in front of it in the grid alone, and those for nobody.
 template <class T, int kMaxD>
 __device__ void finish(const PagedArguments& a, const DecodeItem& item, DecodeShared<kMaxD>& shared) {
   __syncthreads();
   const int64_t row = static_cast<int64_t>(item.sequence) * a.H + item.first_head;  // of the first query head
   T* const o = static_cast<T*>(a.o) + item.sequence * a.o_stride + static_cast<int64_t>(item.first_head) * a.D;
   const int count = item.num_heads * a.D;
+  if (item.split == item.active - 1) {
+    join_splits(o, row, count, a, item, shared);
+    return;
+  }
   for (int i = 4 * static_cast<int>(threadIdx.x); i < count; i += 4 * kDecodeThreads) {
     const int h = i / a.D, d = i % a.D;
     const JoinedWarps joined(shared, h, d);
-    if (item.active == 1) {
-      put(o + i, joined.value, joined.sum);
-    } else {
-      const int64_t at = (row + h) * a.splits + item.split;
-      *reinterpret_cast<float4*>(a.partial + at * a.D + d) = joined.value;
-      if (d == 0) a.partial_ml[at] = make_float2(joined.max, joined.sum);
-    }
+    const int64_t at = (row + h) * a.splits + item.split;
+    send(a.partial + (at * a.D + d) / 4, joined.value);
+    if (d == 0) send(a.partial_ml + at, joined.max, joined.sum);
   }
-  if (item.active == 1) return;
-
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    const auto last = static_cast<unsigned>(item.active - 1);
-    shared.last = atomicInc(a.counters + item.counter, last) == last;
-  }
-  __syncthreads();
-  if (!shared.last) return;
-  __threadfence();
-  join_splits(o, row, count, a, item, shared);
 }
 
 }  // namespace kintsugi::kernels::cuda
