@@ -1,7 +1,4 @@
 // The host as a device: memory from the heap, streams that are done when a call returns.
-#include <sys/mman.h>
-
-#include <cstdlib>
 #include <cstring>
 
 #include "kernels/cpu/isa.h"
@@ -10,9 +7,6 @@
 
 namespace kintsugi::runtime {
 namespace {
-
-constexpr int64_t kPageBytes = 4096;
-constexpr int64_t kHugePageBytes = 2 << 20;
 
 class CpuStream final : public Stream {
  public:
@@ -38,19 +32,7 @@ class CpuBackend final : public Backend {
 
   Result<Buffer> allocate(int64_t size_bytes, std::string_view what) override {
     KTG_CHECK(size_bytes >= 0) << what << ": " << size_bytes << " bytes";
-    // Huge pages spare large activations most of their TLB misses; the kernel may decline.
-    const bool huge = size_bytes >= 4 * kHugePageBytes;
-    const int64_t alignment = huge ? kHugePageBytes : kPageBytes;
-    const int64_t rounded = (size_bytes + alignment) / alignment * alignment;
-    // Linux promises more than it has and kills whoever touches it: look before touching.
-    if (const Result<DeviceMemory> host = memory(); host.ok() && rounded > host.value().available_bytes) {
-      return exhausted(size_bytes, what);
-    }
-    void* data = std::aligned_alloc(static_cast<size_t>(alignment), static_cast<size_t>(rounded));
-    if (data == nullptr) return exhausted(size_bytes, what);
-    if (huge) madvise(data, static_cast<size_t>(rounded), MADV_HUGEPAGE);
-    std::memset(data, 0, static_cast<size_t>(rounded));
-    return Buffer(data, size_bytes, [](void* p) { std::free(p); });
+    return take_host_memory(size_bytes, what);
   }
 
   using Backend::create_stream;
@@ -72,13 +54,6 @@ class CpuBackend final : public Backend {
   Result<DeviceMemory> memory() const override { return host_memory(); }
 
  private:
-  Status exhausted(int64_t size_bytes, std::string_view what) const {
-    const Result<DeviceMemory> host = memory();
-    return resource_exhausted(std::string(what) + ": want " + std::to_string(size_bytes) + " bytes of host memory, " +
-                              (host.ok() ? std::to_string(host.value().available_bytes) : "an unknown number") +
-                              " are free");
-  }
-
   const kernels::KernelTable& table_;
   const int num_threads_;
   const bool reference_;

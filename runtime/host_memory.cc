@@ -1,7 +1,12 @@
 #include "runtime/host_memory.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <charconv>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
 
 #include "runtime/base/file_system.h"
 
@@ -9,6 +14,7 @@ namespace kintsugi::runtime {
 namespace {
 
 constexpr int64_t kUnlimited = INT64_MAX;
+constexpr int64_t kHugePageBytes = 2 << 20;
 
 // A file that holds one number, or "max".
 int64_t read_number(const std::string& path) {
@@ -32,6 +38,18 @@ int64_t group_headroom(const std::string& limit, const std::string& usage, const
   }
   *total = std::min(*total, limit_bytes);
   return std::max<int64_t>(0, limit_bytes - used_bytes + cache_bytes);
+}
+
+// Writes every page of the block, each thread a run of them.
+void zero_pages(void* data, int64_t num_pages, int64_t page_bytes, int num_threads) {
+  const auto run = [&](int64_t t) {
+    const int64_t begin = num_pages * t / num_threads, end = num_pages * (t + 1) / num_threads;
+    std::memset(static_cast<uint8_t*>(data) + begin * page_bytes, 0, static_cast<size_t>((end - begin) * page_bytes));
+  };
+  std::vector<std::thread> threads;
+  for (int t = 1; t < num_threads; ++t) threads.emplace_back(run, t);
+  run(0);
+  for (std::thread& thread : threads) thread.join();
 }
 
 }  // namespace
@@ -66,6 +84,25 @@ Result<DeviceMemory> host_memory() {
                                                    v1 + "memory.stat", "total_inactive_file", &memory.total_bytes));
   memory.available_bytes = std::min(memory.available_bytes, headroom);
   return memory;
+}
+
+Result<Buffer> take_host_memory(int64_t size_bytes, std::string_view what, int num_threads) {
+  const bool huge = size_bytes >= 4 * kHugePageBytes;
+  const int64_t page_bytes = huge ? kHugePageBytes : kPageBytes;
+  const int64_t num_pages = size_bytes / page_bytes + 1;
+  const auto rounded = static_cast<size_t>(num_pages * page_bytes);
+  const Result<DeviceMemory> host = host_memory();
+  void* data = nullptr;
+  if (!host.ok() || num_pages * page_bytes <= host->available_bytes) {
+    data = std::aligned_alloc(static_cast<size_t>(page_bytes), rounded);
+  }
+  if (data == nullptr) {
+    return resource_exhausted(std::string(what) + ": want " + std::to_string(size_bytes) + " bytes of host memory, " +
+                              (host.ok() ? std::to_string(host->available_bytes) : "an unknown number") + " are free");
+  }
+  if (huge) madvise(data, rounded, MADV_HUGEPAGE);
+  zero_pages(data, num_pages, page_bytes, num_threads);
+  return Buffer(data, size_bytes, [](void* p) { std::free(p); });
 }
 
 }  // namespace kintsugi::runtime

@@ -2,11 +2,9 @@
 
 #include <cuda_runtime_api.h>
 #include <sched.h>
-#include <sys/mman.h>
 
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
+#include <memory>
 #include <span>
 #include <thread>
 #include <vector>
@@ -23,8 +21,6 @@
 namespace kintsugi::runtime {
 namespace {
 
-constexpr uintptr_t kPageBytes = 4096;
-constexpr int64_t kHugePageBytes = 2 << 20;
 constexpr int64_t kLargeHostBytes = int64_t{256} << 20;  // brought in by several threads
 
 std::string text_of(cudaError_t error) {
@@ -356,35 +352,17 @@ class CudaBackend final : public Backend {
   }
 
  private:
-  // The driver would bring in and zero its pages on one thread: 22 s for 30 GiB, measured.
+  // The driver would bring in and zero its pages on one thread.
   Result<Buffer> allocate_large_host(int64_t size_bytes, std::string_view what) {
-    const std::string short_of = std::string(what) + ": want " + std::to_string(size_bytes) + " bytes of host memory";
-    // Linux promises more than it has and kills whoever touches it: look before touching.
-    if (const Result<DeviceMemory> host = host_memory(); host.ok() && size_bytes > host->available_bytes) {
-      return resource_exhausted(short_of + ", " + std::to_string(host->available_bytes) + " are free");
-    }
-    const int64_t rounded = (size_bytes + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
-    void* data = std::aligned_alloc(static_cast<size_t>(kHugePageBytes), static_cast<size_t>(rounded));
-    if (data == nullptr) return resource_exhausted(short_of + ", which the system does not give");
-    (void)madvise(data, static_cast<size_t>(rounded), MADV_HUGEPAGE);
-    std::vector<std::thread> threads;
-    const int64_t pages = rounded / kHugePageBytes;
-    const int64_t num_threads = std::clamp<int64_t>(std::thread::hardware_concurrency(), 1, 16);
-    for (int64_t t = 0; t < num_threads; ++t) {
-      const int64_t begin = pages * t / num_threads, end = pages * (t + 1) / num_threads;
-      threads.emplace_back([first = static_cast<uint8_t*>(data) + begin * kHugePageBytes,
-                            bytes = (end - begin) * kHugePageBytes] { std::memset(first, 0, bytes); });
-    }
-    for (std::thread& thread : threads) thread.join();
-    const cudaError_t error = cudaHostRegister(data, static_cast<size_t>(rounded), cudaHostRegisterPortable);
-    if (error != cudaSuccess) {
-      std::free(data);
-      return status_of(error, "pinning " + std::to_string(rounded) + " bytes of host memory");
-    }
-    return Buffer(data, size_bytes, [](void* p) {
-      (void)cudaHostUnregister(p);
-      std::free(p);
-    });
+    struct Pinned {
+      Buffer memory, pin;  // released in the reverse order
+    };
+    auto pinned = std::make_shared<Pinned>();
+    const int num_threads = std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, 16);
+    KTG_ASSIGN_OR_RETURN(pinned->memory, take_host_memory(size_bytes, what, num_threads));
+    KTG_ASSIGN_OR_RETURN(pinned->pin, register_host(pinned->memory.data(), size_bytes));
+    void* const data = pinned->memory.data();
+    return Buffer(data, size_bytes, [pinned = std::move(pinned)](void*) mutable { pinned.reset(); });
   }
 
   Status exhausted(int64_t size_bytes, std::string_view what) const {
