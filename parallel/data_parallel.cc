@@ -76,19 +76,12 @@ Status DataParallel::allocate(comm::SymmetricHeap& heap) {
       plan_state_memory(table_, options_.config, {options_.dtype, options_.moments}, options_.world_size);
   const int64_t length = table_.total_length();
   KTG_ASSIGN_OR_RETURN(void* weights, heap.allocate(plan.weights_bytes, "weights"));
-  KTG_ASSIGN_OR_RETURN(host_moments_, backend_.allocate_host(plan.host_moments_bytes, "moments"));
-  void* moments = host_moments_.data();
-  if (!options_.moments.on_host) {
-    KTG_ASSIGN_OR_RETURN(moments, heap.allocate(plan.moments_bytes, "moments"));
-  }
-  KTG_ASSIGN_OR_RETURN(void* gradients, heap.allocate(plan.gradients_bytes, "gradients"));
-  KTG_ASSIGN_OR_RETURN(void* vote, heap.allocate(plan.vote_bytes, "vote"));
   state_.weights = static_cast<float*>(weights);
-  state_.m = moments;
-  state_.moments_dtype = options_.moments.dtype;
-  state_.v = state_.at(1, length);
   state_.length = length;
   state_.ranges = {{.begin = 0, .count = length, .local_begin = 0}};
+  KTG_RETURN_IF_ERROR(owned_update_.allocate_moments(plan, backend_, heap, state_));
+  KTG_ASSIGN_OR_RETURN(void* gradients, heap.allocate(plan.gradients_bytes, "gradients"));
+  KTG_ASSIGN_OR_RETURN(void* vote, heap.allocate(plan.vote_bytes, "vote"));
   for (int64_t offset = 0; offset < plan.gradients_bytes / static_cast<int64_t>(sizeof(float)); offset += length) {
     buffers_.push_back(static_cast<float*>(gradients) + offset);
   }
@@ -96,7 +89,6 @@ Status DataParallel::allocate(comm::SymmetricHeap& heap) {
     for (int j = 0; j < stack_.num_parts; ++j) parts_.push_back(buffers_[j] + bucket.begin);
   }
   vote_->attach(vote);
-  KTG_RETURN_IF_ERROR(owned_update_.prepare_stage(backend_));
   if (plan.compute_copy_bytes > 0) {
     KTG_ASSIGN_OR_RETURN(compute_copy_, backend_.allocate(plan.compute_copy_bytes, "compute copy of the weights"));
   }

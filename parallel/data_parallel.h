@@ -93,7 +93,6 @@ class DataParallel final : public ParallelMode {
   runtime::Backend& backend_;
   const std::vector<Bucket> buckets_;
   OwnedUpdate owned_update_;
-  runtime::Buffer host_moments_;  // where they are kept on the host
   const GradientStack stack_;     // fixed order only
   const std::unique_ptr<Vote> vote_;
   std::unique_ptr<DeviceVote> device_vote_;  // on a device

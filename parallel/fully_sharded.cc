@@ -120,7 +120,6 @@ class FullyShardedImpl final : public FullySharded {
   GradientReduce reduce_;
   VectorTable vectors_;
   OwnedUpdate owned_update_;
-  runtime::Buffer host_moments_;  // where they are kept on the host
   Vote vote_;
   std::unique_ptr<DeviceVote> device_vote_;
 
@@ -146,20 +145,12 @@ Status FullyShardedImpl::allocate(comm::SymmetricHeap& heap, Stream& stream) {
   const StateMemory memory = plan_.memory();
   const int64_t length = plan_.shards.local_length();
   KTG_ASSIGN_OR_RETURN(void* weights, heap.allocate(memory.weights_bytes, "weights"));
-  KTG_ASSIGN_OR_RETURN(host_moments_, backend_.allocate_host(memory.host_moments_bytes, "moments"));
-  void* moments = host_moments_.data();
-  if (!options_.moments.on_host) {
-    KTG_ASSIGN_OR_RETURN(moments, heap.allocate(memory.moments_bytes, "moments"));
-  }
-  KTG_RETURN_IF_ERROR(owned_update_.prepare_stage(backend_));
-  KTG_ASSIGN_OR_RETURN(void* gradients, heap.allocate(memory.gradients_bytes, "gradients"));
-  KTG_ASSIGN_OR_RETURN(void* vote, heap.allocate(memory.vote_bytes, "vote"));
   state_.weights = static_cast<float*>(weights);
-  state_.m = moments;
-  state_.moments_dtype = options_.moments.dtype;
-  state_.v = state_.at(1, length);
   state_.length = length;
   state_.ranges = plan_.shards.ranges();
+  KTG_RETURN_IF_ERROR(owned_update_.allocate_moments(memory, backend_, heap, state_));
+  KTG_ASSIGN_OR_RETURN(void* gradients, heap.allocate(memory.gradients_bytes, "gradients"));
+  KTG_ASSIGN_OR_RETURN(void* vote, heap.allocate(memory.vote_bytes, "vote"));
   if (plan_.rounded) rounded_ = reinterpret_cast<uint8_t*>(state_.weights + length);
   KTG_RETURN_IF_ERROR(gather_.allocate(plan_.rounded ? rounded_ : static_cast<uint8_t*>(weights)));
   KTG_RETURN_IF_ERROR(reduce_.allocate(gradients));

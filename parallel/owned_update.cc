@@ -85,9 +85,17 @@ int64_t OwnedUpdate::device_bytes() const {
   return edges_bytes() + (moments_.on_host ? MomentStage::device_bytes(moments_, longest_piece()) : 0);
 }
 
-Status OwnedUpdate::prepare_stage(runtime::Backend& backend) {
-  if (!moments_.on_host) return ok_status();
-  KTG_ASSIGN_OR_RETURN(stage_, MomentStage::create(moments_, longest_piece(), backend));
+Status OwnedUpdate::allocate_moments(const StateMemory& memory, runtime::Backend& backend, comm::SymmetricHeap& heap,
+                                     runtime::TrainState& state) {
+  if (moments_.on_host) {
+    KTG_ASSIGN_OR_RETURN(host_moments_, backend.allocate_host(memory.host_moments_bytes, "moments"));
+    KTG_ASSIGN_OR_RETURN(stage_, MomentStage::create(moments_, longest_piece(), backend));
+    state.m = host_moments_.data();
+  } else {
+    KTG_ASSIGN_OR_RETURN(state.m, heap.allocate(memory.moments_bytes, "moments"));
+  }
+  state.moments_dtype = moments_.dtype;
+  state.v = state.at(1, state.length);
   return ok_status();
 }
 

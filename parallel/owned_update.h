@@ -10,8 +10,10 @@
 #include <span>
 #include <vector>
 
+#include "comm/communicator.h"
 #include "kernels/optimizer.h"
 #include "parallel/moment_stage.h"
+#include "parallel/state_memory.h"
 #include "runtime/backend.h"
 #include "runtime/base/status.h"
 #include "runtime/model/param_table.h"
@@ -28,10 +30,12 @@ class OwnedUpdate {
               const std::vector<int64_t>& borders, const MomentsOptions& moments);
   static std::vector<int64_t> halves(int64_t length) { return {0, length / 2, length}; }
   int num_parts() const { return static_cast<int>(first_piece_.size()) - 1; }
-  // Device memory that prepare_device() and prepare_stage() take.
+  // Device memory that prepare_device() and allocate_moments() take beside the moments.
   int64_t device_bytes() const;
-  // Before the first part(): the way of moments that are kept on the host. Otherwise nothing.
-  Status prepare_stage(runtime::Backend& backend);
+  // Before the first part(): the moments of `state`, whose length is set, from the heap; or from the host, and then
+  // this object owns them and their way to the device. All processes call it at the same place in the heap's order.
+  Status allocate_moments(const StateMemory& memory, runtime::Backend& backend, comm::SymmetricHeap& heap,
+                          runtime::TrainState& state);
   // On a device, once, before the first part(): queues the copy of what the kernels read. This object stays in place.
   Status prepare_device(runtime::Backend& backend, runtime::Stream& stream);
   // Part `part` of `state`. `gradient` has as many elements. `copy`: the weights of type `dtype` that kernels read;
@@ -52,6 +56,7 @@ class OwnedUpdate {
   std::vector<Piece> pieces_;
   std::vector<int64_t> edges_;    // of all pieces, each counted from its begin
   runtime::Buffer device_edges_;  // empty on the CPU
+  runtime::Buffer host_moments_;
   std::unique_ptr<MomentStage> stage_;
 };
 

@@ -14,8 +14,7 @@ StateMemory plan_state_memory(const runtime::ParamTable& table, const ParallelCo
   const int64_t buffers = config.fixed_order() ? max_gradient_buffers(config.virtual_shards, world_size) : 1;
   StateMemory memory;
   memory.weights_bytes = flat_bytes;
-  (types.moments.on_host ? memory.host_moments_bytes : memory.moments_bytes) =
-      2 * length * kernels::size_of(types.moments.dtype);
+  memory.set_moments(types.moments, length);
   memory.gradients_bytes = buffers * flat_bytes;
   memory.vote_bytes = Vote(table.units(), *Mesh::of_run(config, world_size), config, 0).memory_bytes();
   memory.compute_copy_bytes = types.compute == kernels::DType::kF32 ? 0 : length * kernels::size_of(types.compute);

@@ -30,6 +30,10 @@ struct StateMemory {
   // weights.
   int64_t compute_copy_bytes = 0;
   int64_t host_moments_bytes = 0;  // private, of the host
+
+  void set_moments(const MomentsOptions& moments, int64_t length) {
+    (moments.on_host ? host_moments_bytes : moments_bytes) = 2 * length * kernels::size_of(moments.dtype);
+  }
 };
 
 StateMemory plan_state_memory(const runtime::ParamTable& table, const ParallelConfig& config, const StateTypes& types,

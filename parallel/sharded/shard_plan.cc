@@ -116,8 +116,7 @@ StateMemory ShardPlan::memory() const {
   StateMemory m;
   // With the rounded copy that peers read.
   m.weights_bytes = local * (kFloat + (rounded ? weight_bytes() : 0));
-  (types_.moments.on_host ? m.host_moments_bytes : m.moments_bytes) =
-      2 * local * kernels::size_of(types_.moments.dtype);
+  m.set_moments(types_.moments, local);
   m.gradients_bytes = (local * leaves.num_buffers + gradients.length) * kFloat;
   // In bf16 on the wire: what is sent and what comes.
   m.gradients_bytes += wire_bf16 ? 2 * received.length * kBf16 : received.length * kFloat;
