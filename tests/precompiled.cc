@@ -1,0 +1,2 @@
+// The target that owns tests/precompiled.h needs a source.
+int main() {}
