@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/cuda/norm_heads.cuh"
+#include "kernels/cuda/norm_teams.cuh"
 
 namespace kintsugi::kernels::cuda {
 
@@ -135,6 +136,131 @@ __global__ void __launch_bounds__(kNormForwardThreads) norm_forward_kernel(NormF
   });
 }
 
+// The same for rows that a team of warps holds, two packs a thread: kRows rows a team, no loop, and teams that wait for
+// nobody but themselves.
+template <int kWarps_, int kTeams_>
+struct ForwardTeams {
+  static constexpr int kPacks = 2;
+  static constexpr int kRows = 2;
+  static constexpr int kWarps = kWarps_;  // of a team
+  static constexpr int kTeams = kTeams_;  // of a block
+  static constexpr int kTeamThreads = 32 * kWarps;
+  static constexpr int kThreads = kTeamThreads * kTeams;
+};
+
+// Adds up x over the team, the warps' sums in their order.
+template <class How>
+__device__ inline void team_sums(float (&x)[How::kRows], float (*parts)[How::kRows], int32_t team) {
+#pragma unroll
+  for (float& sum : x) sum = lanes_sum(sum, 32);
+  if (threadIdx.x % 32 == 0) {
+#pragma unroll
+    for (int r = 0; r < How::kRows; ++r) parts[threadIdx.x % How::kTeamThreads / 32][r] = x[r];
+  }
+  team_barrier<How::kWarps>(team);
+#pragma unroll
+  for (int r = 0; r < How::kRows; ++r) {
+    x[r] = parts[0][r];
+#pragma unroll
+    for (int warp = 1; warp < How::kWarps; ++warp) x[r] += parts[warp][r];
+  }
+}
+
+template <class T, class How, bool kMean, bool kResidual>
+__global__ void __launch_bounds__(How::kThreads) norm_forward_teams_kernel(NormForward<T> a, Rows rows) {
+  constexpr int kVec = kVectorSize<T>, kPacks = How::kPacks, kRows = How::kRows;
+  using P = Packed<T, kVec>;
+  __shared__ float scratch[2][How::kTeams][How::kWarps][kRows];
+  const int32_t team = __shfl_sync(0xffffffffu, static_cast<int32_t>(threadIdx.x) / How::kTeamThreads, 0);
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % How::kTeamThreads, packs = rows.C / kVec;
+  const int64_t n = (int64_t{block_from_end()} * How::kTeams + team) * kRows;
+  int64_t row[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) row[r] = n + r < rows.N ? rows.offset(n + r) : -1;
+  const auto pack = [&](int k) { return lane + k * How::kTeamThreads; };
+  const auto has = [&](int r, int k) { return row[r] >= 0 && pack(k) < packs; };
+
+  P kept[kRows][kPacks], residual[kResidual ? kRows : 1][kResidual ? kPacks : 1];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      kept[r][k] = has(r, k) ? P::load(a.x + row[r] + pack(k) * kVec) : P::zero();
+      if constexpr (kResidual) residual[r][k] = has(r, k) ? P::load(a.residual + row[r] + pack(k) * kVec) : P::zero();
+    }
+  }
+  const float inverse_count = 1.0f / static_cast<float>(rows.C);
+  float mean[kRows] = {}, squares[kRows] = {};
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      float v[kVec];
+      kept[r][k].get(v);
+      if constexpr (kResidual) {
+        float other[kVec];
+        residual[r][k].get(other);
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) v[e] += other[e];
+        kept[r][k] = P::of(v);  // the norm is taken of the sum as it is stored, rounded
+        if (has(r, k)) kept[r][k].store(a.sum + row[r] + pack(k) * kVec);
+        kept[r][k].get(v);
+      }
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) {
+        if constexpr (kMean) {
+          mean[r] += v[e];
+        } else {
+          squares[r] = fmaf(v[e], v[e], squares[r]);
+        }
+      }
+    }
+  }
+  if constexpr (kMean) {
+    team_sums<How>(mean, scratch[0][team], team);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      mean[r] *= inverse_count;
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) {
+        if (!has(r, k)) continue;
+        float v[kVec];
+        kept[r][k].get(v);
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) squares[r] = fmaf(v[e] - mean[r], v[e] - mean[r], squares[r]);
+      }
+    }
+  }
+  team_sums<How>(squares, scratch[1][team], team);
+  float rstd[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    rstd[r] = 1.0f / sqrtf(squares[r] * inverse_count + a.eps);
+    if (row[r] < 0 || lane != 0) continue;
+    a.rstd[n + r] = rstd[r];
+    if constexpr (kMean) a.mean[n + r] = mean[r];
+  }
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) {
+    if (pack(k) >= packs) continue;
+    float w[kVec], b[kVec] = {};
+    load_shared_values(w, a.w + pack(k) * kVec);
+    if constexpr (kMean) load_shared_values(b, a.b + pack(k) * kVec);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (row[r] < 0) continue;
+      float v[kVec];
+      kept[r][k].get(v);
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) {
+        v[e] = (v[e] - mean[r]) * rstd[r] * w[e];
+        if constexpr (kMean) v[e] += b[e];
+      }
+      P::of(v).store(a.y + row[r] + pack(k) * kVec);
+    }
+  }
+}
+
 template <bool kMean, bool kResidual, class T>
 KernelError launch_norm_forward(const NormForward<T>& a, int64_t N, int64_t C, RowLayout layout, StreamHandle stream) {
   if (N <= 0 || C <= 0) return kKernelOk;
@@ -146,6 +272,12 @@ KernelError launch_norm_forward(const NormForward<T>& a, int64_t N, int64_t C, R
     return launch_error();
   };
   constexpr int kVec = kVectorSize<T>;
+  const auto launch_teams = [&]<class How>(How) {
+    norm_forward_teams_kernel<T, How, kMean, kResidual>
+        <<<static_cast<uint32_t>(ceil_div(N, How::kTeams * How::kRows)), How::kThreads, 0, stream_of(stream)>>>(
+            a, rows_of(N, C, layout, How::kTeamThreads));
+    return launch_error();
+  };
   constexpr Constant<kVec> kVectors{};
   constexpr Constant<0> kKept{};
   constexpr Constant<1> kOne{}, kReread{};
@@ -170,7 +302,9 @@ KernelError launch_norm_forward(const NormForward<T>& a, int64_t N, int64_t C, R
   if (packs <= 32) return launch(kVectors, kOne, kFour, kKept, lanes_for(packs));
   if (packs <= 64) return launch(kVectors, kTwo, kTwo, kKept, 32);
   if (packs <= 96) return launch(kVectors, Constant<3>{}, kTwo, kKept, 32);
-  if (packs <= kNormForwardThreads) return launch(kVectors, kOne, kFour, kKept, round_up(packs, 32));
+  if (packs <= 128) return launch(kVectors, kOne, kFour, kKept, 128);
+  if (packs <= 256) return launch_teams(ForwardTeams<4, 2>{});
+  if (packs <= 512) return launch_teams(ForwardTeams<8, 1>{});
   if (packs <= 2 * kNormForwardThreads) return launch(kVectors, kTwo, kTwo, kKept, round_up(ceil_div(packs, 2), 32));
   return launch(kVectors, kFour, kOne, kReread, kNormForwardThreads);
 }
