@@ -130,7 +130,7 @@ MemoryPlan make_plan(const RunConfig& config, int world_size, const std::optiona
   const int64_t batch_bytes = TokenArrays::bytes(tokens.step, config.separates_documents());
   if (whole) {
     const int64_t activations =
-        runtime::Transformer::activation_bytes(config.model, config.transformer_options(tokens.micro_step, world_size),
+        runtime::Transformer::activation_bytes(config.model, config.transformer_options(tokens.micro_step),
                                                device ? *device->kernels : kernels::cpu::kernels());
     plan.items.push_back({"activations", activations, mine});
     plan.items.push_back({"batch", batch_bytes, mine});
@@ -148,8 +148,7 @@ MemoryPlan make_plan(const RunConfig& config, int world_size, const std::optiona
                                                              .num_micro_steps = tokens.num_micro_steps})
               : parallel::DataParallel::device_bytes(table, config.moments(), tokens.num_micro_steps);
       plan.items.push_back({"update", scalars, mine});
-      const int streams = config.overlaps_weight_gradients(world_size) ? 2 : 1;
-      plan.items.push_back({"libraries", streams * device->library_bytes, mine});
+      plan.items.push_back({"libraries", device->library_bytes, mine});
       const comm::NcclPlace place{.rank = 0, .ranks_on_host = world_size, .gpus_on_host = device->gpus_on_host};
       if (world_size > 1) {
         const int64_t each = comm::nccl_device_bytes(config.comm, place);
@@ -174,7 +173,7 @@ MemoryPlan plan_memory(const RunConfig& config, int world_size, const runtime::B
   if (!backend->asynchronous()) return make_plan(config, world_size, std::nullopt);
   return plan_memory(config, world_size,
                      PlanDevice{.kernels = &backend->kernels(),
-                                .library_bytes = runtime::cuda_sizes().library_bytes,
+                                .library_bytes = backend->library_bytes(),
                                 .gpus_on_host = runtime::count_cuda_devices().count});
 }
 

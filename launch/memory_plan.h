@@ -53,7 +53,7 @@ MemoryPlan plan_memory(const RunConfig& config, int world_size, const runtime::B
 // A GPU that need not be here: a plan for config.device = "cuda".
 struct PlanDevice {
   const kernels::KernelTable* kernels = nullptr;  // asked for sizes alone
-  int64_t library_bytes = 0;                      // of each stream that runs matrix products
+  int64_t library_bytes = 0;
   int gpus_on_host = 1;
 };
 MemoryPlan plan_memory(const RunConfig& config, int world_size, const PlanDevice& device);

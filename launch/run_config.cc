@@ -64,7 +64,6 @@ Status TrainingConfig::validate() const {
   KTG_RETURN_IF_ERROR(at_least("training.global_batch_size", global_batch_size, 1));
   KTG_RETURN_IF_ERROR(at_least("training.micro_batch_size", micro_batch_size, 0));
   KTG_RETURN_IF_ERROR(at_least("training.eval_every", eval_every, 0));
-  KTG_RETURN_IF_ERROR(at_least("training.weight_gradient_multiprocessors", weight_gradient_multiprocessors, 0));
   const Result<runtime::Recompute> known = runtime::parse_recompute(recompute);
   KTG_RETURN_IF_ERROR(known.ok() ? ok_status() : known.status().with_context("training"));
   return at_least("training.eval_samples", eval_samples, 0);
@@ -108,12 +107,6 @@ void describe(ConfigTable& table, TrainingConfig& config) {
             "that run at their power limit");
   table.add("training.tune", &config.tune,
             "on a GPU, choose the algorithms of matrix products by timing them once, when a run begins");
-  table.add(
-      "training.overlap_weight_gradients", &config.overlap_weight_gradients,
-      "one rank on a GPU, mode ddp, fast order: make weight gradients on a stream of their own beside the rest of "
-      "backward; two buffers more, the same bits");
-  table.add("training.weight_gradient_multiprocessors", &config.weight_gradient_multiprocessors,
-            "that a product of such a weight gradient takes at most; 0: all");
   table.add("training.debug_nan", &config.debug_nan,
             "look at every layer's numbers, and name the first that is not finite when a step is skipped (slower)");
   table.add("training.cuda_graphs", &config.cuda_graphs,
@@ -267,7 +260,7 @@ Status RunConfig::resolve_device(bool built_with_cuda, bool has_driver) {
   return ok_status();
 }
 
-runtime::TransformerOptions RunConfig::transformer_options(int64_t max_tokens, int world_size) const {
+runtime::TransformerOptions RunConfig::transformer_options(int64_t max_tokens) const {
   return {.dtype = dtype(),
           .max_tokens = max_tokens,
           .max_seq_len = training.seq_len,
@@ -275,9 +268,7 @@ runtime::TransformerOptions RunConfig::transformer_options(int64_t max_tokens, i
           .one_length = true,
           .recompute = runtime::parse_recompute(training.recompute).value(),
           .deterministic = training.deterministic,
-          .documents = separates_documents(),
-          .overlap_weight_gradients = overlaps_weight_gradients(world_size),
-          .weight_gradient_multiprocessors = training.weight_gradient_multiprocessors};
+          .documents = separates_documents()};
 }
 
 std::string RunConfig::to_toml() const {

@@ -22,24 +22,22 @@
 namespace kintsugi::launch {
 
 struct TrainingConfig {
-  int64_t steps = 100;                    // optimizer steps of the whole run; a resumed run goes on to this number
-  int64_t schedule_steps = 0;             // steps that the learning-rate curve spans; 0: `steps`
-  int64_t seed = 1;                       // of initial weights and of the order of samples
-  std::string dtype = "fp32";             // activations and matmul operands; master weights and moments are fp32 always
-  int64_t seq_len = 256;                  // T
-  int64_t global_batch_size = 8;          // sequences of a step, all ranks together
-  int64_t micro_batch_size = 0;           // sequences of one forward and backward; 0: a rank's whole share
-  bool deterministic = true;              // no kernel whose result differs from run to run
-  std::string recompute = "none";         // what backward computes again instead of keeping: "none",
-                                          // "norms_and_activations", "attention", "block"; more of it, less memory
-  bool tune_thoroughly = false;           // and under a load that lasts: some 10 s, once a machine and shape
-  bool tune = true;                       // on a GPU, choose the matrix products' algorithms by timing them once a run
-  bool overlap_weight_gradients = false;  // on one GPU rank, make them beside the rest of backward
-  int64_t weight_gradient_multiprocessors = 0;  // that a product of theirs then takes at most; 0: all
-  bool debug_nan = false;     // look for what is not finite in every layer; a skipped step's first one is named
-  bool cuda_graphs = true;    // launch recorded steps; off: every kernel by itself
-  int64_t eval_every = 0;     // steps between validation losses (the last step's too); 0: never
-  int64_t eval_samples = 64;  // sequences of a validation loss; 0: all there are
+  int64_t steps = 100;             // optimizer steps of the whole run; a resumed run goes on to this number
+  int64_t schedule_steps = 0;      // steps that the learning-rate curve spans; 0: `steps`
+  int64_t seed = 1;                // of initial weights and of the order of samples
+  std::string dtype = "fp32";      // activations and matmul operands; master weights and moments are fp32 always
+  int64_t seq_len = 256;           // T
+  int64_t global_batch_size = 8;   // sequences of a step, all ranks together
+  int64_t micro_batch_size = 0;    // sequences of one forward and backward; 0: a rank's whole share
+  bool deterministic = true;       // no kernel whose result differs from run to run
+  std::string recompute = "none";  // what backward computes again instead of keeping: "none",
+                                   // "norms_and_activations", "attention", "block"; more of it, less memory
+  bool tune_thoroughly = false;    // and under a load that lasts: some 10 s, once a machine and shape
+  bool tune = true;                // on a GPU, choose the matrix products' algorithms by timing them once a run
+  bool debug_nan = false;          // look for what is not finite in every layer; a skipped step's first one is named
+  bool cuda_graphs = true;         // launch recorded steps; off: every kernel by itself
+  int64_t eval_every = 0;          // steps between validation losses (the last step's too); 0: never
+  int64_t eval_samples = 64;       // sequences of a validation loss; 0: all there are
 
   int64_t horizon() const { return schedule_steps == 0 ? steps : schedule_steps; }
   Status validate() const;
@@ -107,12 +105,7 @@ struct RunConfig {
   bool on_cuda() const { return device == "cuda"; }
   // For calls of at most `max_tokens` tokens. validate() holds.
   bool separates_documents() const { return !data.document_separator.empty(); }
-  runtime::TransformerOptions transformer_options(int64_t max_tokens, int world_size) const;
-  // Whether a rank makes weight gradients on a stream of their own: where nobody reads them before the vote.
-  bool overlaps_weight_gradients(int world_size) const {
-    return training.overlap_weight_gradients && on_cuda() && world_size == 1 && !parallelism.sharded() &&
-           !parallelism.fixed_order();
-  }
+  runtime::TransformerOptions transformer_options(int64_t max_tokens) const;
   parallel::StateTypes state_types() const { return {.compute = dtype(), .moments = moments()}; }
   parallel::MomentsOptions moments() const { return {.dtype = optimizer.moments(), .on_host = optimizer.offload}; }
   kernels::DType dtype() const { return kernels::dtype_named(training.dtype); }

@@ -162,8 +162,7 @@ Status TrainerImpl::build() {
 
   environment_.mark_start("data");
 
-  const runtime::TransformerOptions options =
-      config_.transformer_options(layout_.micro_batch * training.seq_len, environment_.world_size);
+  const runtime::TransformerOptions options = config_.transformer_options(layout_.micro_batch * training.seq_len);
   const int64_t activation_bytes = runtime::Transformer::activation_bytes(config_.model, options, backend_->kernels());
   KTG_ASSIGN_OR_RETURN(runtime::Buffer activations, backend_->allocate(activation_bytes, "activations"));
   environment_.mark_start("activations");

@@ -50,8 +50,7 @@ Status TrainerImpl::prepare_tuning(const runtime::Buffer& scratch) {
   work.layers = runtime::linear_layers(config_.model, config_.dtype(), B * T,
                                        !layout_.fixed_order() && layout_.num_micro_steps > 1);
   if (config_.dtype() == kernels::DType::kBF16) {
-    const runtime::TransformerOptions options = config_.transformer_options(B * T, environment_.world_size);
-    work.attention.push_back(runtime::attention_shape(config_.model, options, B, T));
+    work.attention.push_back(runtime::attention_shape(config_.model, config_.transformer_options(B * T), B, T));
   }
   KTG_ASSIGN_OR_RETURN(tuning_, backend_->tune(work, cached, scratch, *stream_));
   KTG_RETURN_IF_ERROR(backend_->use_tuning(tuning_));

@@ -27,8 +27,6 @@ class ReachedEvent final : public Event {
 
 }  // namespace
 
-Status Backend::limit_products(Stream&, int64_t) { return ok_status(); }
-
 Result<Buffer> Backend::register_host(void* data, int64_t size_bytes) { return Buffer::wrap(data, size_bytes); }
 
 Result<std::unique_ptr<Event>> Backend::create_event() { return std::unique_ptr<Event>(new ReachedEvent()); }

@@ -21,9 +21,8 @@ namespace kintsugi::runtime {
 using kernels::DType;
 
 enum class DeviceKind { kCpu, kCuda };
-// Who is given the device first: communication, which others wait for, and last what nobody waits for yet. A recording
-// keeps each operation's.
-enum class StreamPriority { kLow, kNormal, kHigh };
+// Work on a high-priority stream is given the device first: communication, which others wait for.
+enum class StreamPriority { kNormal, kHigh };
 class Stream;
 
 // Owner of one block of device memory (or, by wrap(), a view of memory that something else owns).
@@ -129,8 +128,6 @@ class Backend {
   // threads.
   virtual Result<std::unique_ptr<Stream>> create_stream(StreamPriority priority) = 0;
   Result<std::unique_ptr<Stream>> create_stream() { return create_stream(StreamPriority::kNormal); }
-  // Matrix products on `stream` leave the rest of the device's multiprocessors to other streams; 0: they take all.
-  virtual Status limit_products(Stream& stream, int64_t multiprocessors);
   // Any direction, ordered on `stream`.
   virtual Status copy(void* dst, const void* src, int64_t size_bytes, Stream& stream) = 0;
   virtual Status zero(void* dst, int64_t size_bytes, Stream& stream) = 0;

@@ -25,10 +25,6 @@ KernelError run(GemmProblem problem, Operands operands, void* scratch, StreamHan
   if (described != CUBLAS_STATUS_SUCCESS) return cublas_error(described);
   cublasLtMatmulAlgo_t algorithm;
   if (const KernelError error = algorithm_for(&algorithm, problem, matmul); error != kKernelOk) return error;
-  // Behind the choice: a stream that leaves room for others runs the algorithms that all streams run.
-  if (const cublasStatus_t limited = matmul.limit(stream_multiprocessors(stream)); limited != CUBLAS_STATUS_SUCCESS) {
-    return cublas_error(limited);
-  }
   return cublas_error(matmul.run(operands, algorithm, scratch, stream_scratch_bytes(), cuda_stream(stream)));
 }
 

@@ -70,15 +70,6 @@ cudaError_t replace(cudaGraph_t graph, cudaGraphNode_t node, const cudaMemsetPar
       e != cudaSuccess) {
     return e;
   }
-  // A recording keeps no priority of a fill. It is short, and something waits for it.
-  int least = 0, greatest = 0;
-  if (const cudaError_t e = cudaDeviceGetStreamPriorityRange(&least, &greatest); e != cudaSuccess) return e;
-  cudaLaunchAttributeValue priority{};
-  priority.priority = greatest;
-  if (const cudaError_t e = cudaGraphKernelNodeSetAttribute(in_place, cudaLaunchAttributePriority, &priority);
-      e != cudaSuccess) {
-    return e;
-  }
   for (const cudaGraphNode_t& next : after.nodes) {
     if (const cudaError_t e = cudaGraphAddDependencies(graph, &in_place, &next, nullptr, 1); e != cudaSuccess) return e;
   }

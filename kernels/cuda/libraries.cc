@@ -14,7 +14,6 @@ struct ScratchBlock {
   void* data = nullptr;
   StreamHandle stream = nullptr;
   bool taken = false;
-  int multiprocessors = 0;  // that products on the stream may take; 0: all
 };
 
 // Never destroyed: the driver may be gone when static objects are.
@@ -65,26 +64,6 @@ void release_library_stream(StreamHandle stream) {
   for (ScratchBlock& block : l.blocks) {
     if (block.taken && block.stream == stream) block.taken = false;
   }
-}
-
-KernelError limit_library_stream(StreamHandle stream, int multiprocessors) {
-  void* scratch = nullptr;
-  if (const KernelError error = stream_scratch(&scratch, stream); error != kKernelOk) return error;
-  Libraries& l = libraries();
-  const std::lock_guard lock(l.mutex);
-  for (ScratchBlock& block : l.blocks) {
-    if (block.taken && block.stream == stream) block.multiprocessors = multiprocessors;
-  }
-  return kKernelOk;
-}
-
-int stream_multiprocessors(StreamHandle stream) {
-  Libraries& l = libraries();
-  const std::lock_guard lock(l.mutex);
-  for (const ScratchBlock& block : l.blocks) {
-    if (block.taken && block.stream == stream) return block.multiprocessors;
-  }
-  return 0;
 }
 
 int64_t library_block_bytes(const LibraryOptions& options) { return options.workspace_bytes + kBiasScratchBytes; }
@@ -165,7 +144,6 @@ KernelError stream_scratch(void** scratch, StreamHandle stream) {
     }
   }
   unused->taken = true;
-  unused->multiprocessors = 0;
   unused->stream = stream;
   *scratch = unused->data;
   return kKernelOk;

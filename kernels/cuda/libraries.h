@@ -3,8 +3,8 @@
 //
 // Streams: each stream that runs matrix products or attention has a scratch block of its own, because two products in
 // flight must not share one. The first block exists after init_libraries() and goes to the first stream that asks;
-// a further stream gets its block at its first call, which allocates and must not be recorded. Training runs its
-// products on one compute stream, or its weight gradients on a second one, so it holds one block or two.
+// a further stream gets its block at its first call, which allocates and must not be recorded. Training runs all its
+// products on one compute stream, so it holds one block.
 // After that first call no call of the families allocates or waits, and each can be recorded into a CUDA graph.
 //
 // Errors: as device_error.h has them. Thread safety: every function here may be called from any thread.
@@ -27,10 +27,6 @@ struct LibraryOptions {
 // Makes the handles and the first scratch block. Called again it changes `deterministic` for later calls and nothing
 // else. Blocks for about 0.1 s the first time.
 KernelError init_libraries(const LibraryOptions& options);
-
-// Matrix products on `stream` take at most `multiprocessors` of the device's from here on, where their algorithms can;
-// 0: all. Gives the stream its scratch block.
-KernelError limit_library_stream(StreamHandle stream, int multiprocessors);
 
 // Before the stream is destroyed and after its work is done: its scratch block serves the next new stream. A null or
 // unknown stream is fine.

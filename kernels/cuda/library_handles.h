@@ -21,9 +21,6 @@ inline constexpr int64_t kBiasScratchBytes = 1 << 20;
 inline constexpr int kMaxLibraryStreams = 16;
 KernelError stream_scratch(void** scratch, StreamHandle stream);
 
-// What limit_library_stream() said of the stream; 0: products take all multiprocessors.
-int stream_multiprocessors(StreamHandle stream);
-
 constexpr KernelError cublas_error(cublasStatus_t status) {
   return status == CUBLAS_STATUS_SUCCESS ? kKernelOk : kCublasErrors + static_cast<KernelError>(status);
 }

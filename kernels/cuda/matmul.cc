@@ -128,10 +128,6 @@ cublasStatus_t Matmul::add_epilogue(const GemmProblem& p, const Operands& operan
   return set<const void*>(&operation_, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, operands.up);
 }
 
-cublasStatus_t Matmul::limit(int multiprocessors) {
-  return set<int32_t>(&operation_, CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, multiprocessors);
-}
-
 cublasStatus_t Matmul::propose(std::vector<cublasLtMatmulAlgo_t>* algorithms, int count, bool deterministic,
                                int64_t scratch_bytes) {
   algorithms->clear();

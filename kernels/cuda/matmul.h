@@ -31,9 +31,6 @@ class Matmul {
   // only algorithms are asked for, they may be any aligned pointers.
   cublasStatus_t init(const GemmProblem& problem, const Operands& operands);
 
-  // run() takes at most so many multiprocessors, where the algorithm can; 0: all.
-  cublasStatus_t limit(int multiprocessors);
-
   // At most `count` algorithms, the library's favourite first, none that needs more than `scratch_bytes` or, when
   // `deterministic`, that adds partial sums in an order that may vary.
   cublasStatus_t propose(std::vector<cublasLtMatmulAlgo_t>* algorithms, int count, bool deterministic,

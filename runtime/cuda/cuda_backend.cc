@@ -237,17 +237,10 @@ class CudaBackend final : public Backend {
     int least = 0, greatest = 0;
     KTG_RETURN_IF_ERROR(status_of(cudaDeviceGetStreamPriorityRange(&least, &greatest), "stream priorities"));
     cudaStream_t stream = nullptr;
-    const int level = priority == StreamPriority::kLow      ? least
-                      : priority == StreamPriority::kNormal ? std::max(least - 1, greatest)
-                                                            : greatest;
-    KTG_RETURN_IF_ERROR(status_of(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, level), "stream"));
+    KTG_RETURN_IF_ERROR(status_of(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking,
+                                                               priority == StreamPriority::kHigh ? greatest : least),
+                                  "stream"));
     return std::unique_ptr<Stream>(std::make_unique<CudaStream>(stream, table_));
-  }
-
-  Status limit_products(Stream& stream, int64_t multiprocessors) override {
-    const int64_t all = properties_.multiProcessorCount;
-    const int limit = multiprocessors >= all ? 0 : static_cast<int>(multiprocessors);
-    return stream.launched(kernels::cuda::limit_library_stream(stream.handle(), limit), "preparing a stream");
   }
 
   Status copy(void* dst, const void* src, int64_t size_bytes, Stream& stream) override {
@@ -345,7 +338,7 @@ class CudaBackend final : public Backend {
     int64_t num_fills = 0;
     cudaError_t error = kernels::cuda::replace_small_memsets(graph, &num_fills);
     if (error == cudaSuccess) error = cudaGraphGetNodes(graph, nullptr, &num_nodes);
-    if (error == cudaSuccess) error = cudaGraphInstantiate(&exec, graph, cudaGraphInstantiateFlagUseNodePriority);
+    if (error == cudaSuccess) error = cudaGraphInstantiate(&exec, graph, 0);
     (void)cudaGraphDestroy(graph);
     KTG_RETURN_IF_ERROR(status_of(error, "making a graph of a recording"));
     return std::unique_ptr<Graph>(std::make_unique<CudaGraph>(exec, static_cast<int64_t>(num_nodes)));

@@ -15,10 +15,6 @@ Status check_options(const ModelConfig& config, const TransformerOptions& option
     return invalid_argument(fmt::format("sequences of {} tokens: must lie in 1 .. model.max_seq_len = {}",
                                         options.max_seq_len, config.max_seq_len));
   }
-  if (options.weight_gradient_multiprocessors < 0) {
-    return invalid_argument(fmt::format("weight gradients on {} multiprocessors: must not be negative",
-                                        options.weight_gradient_multiprocessors));
-  }
   if (options.max_tokens < 1) {
     return invalid_argument(fmt::format("at most {} tokens a call: must be at least 1", options.max_tokens));
   }
@@ -87,10 +83,6 @@ Status TransformerImpl::init(Stream& stream) {
   if (a_.decode_workspace != nullptr) {
     KTG_RETURN_IF_ERROR(backend_.zero(a_.decode_workspace, a_.decode_workspace_bytes, stream));
   }
-  if (options_.training && options_.overlap_weight_gradients && backend_.asynchronous()) {
-    KTG_ASSIGN_OR_RETURN(weight_gradients_,
-                         WeightGradientQueue::create(backend_, options_.weight_gradient_multiprocessors));
-  }
   if (a_.cos_sin == nullptr) return ok_status();
   std::vector<float> table(static_cast<size_t>(config_.max_seq_len * D()));
   kernels::fill_rope_table(table.data(), config_.max_seq_len, D(), config_.rope_theta);
@@ -146,14 +138,6 @@ Result<TransformerImpl::Pass> TransformerImpl::begin_pass(const MicroBatch& batc
 }
 
 Status TransformerImpl::forward_backward(const MicroBatch& batch, UnitAccess& access, LossSums* sums, Stream& stream) {
-  const Status status = queue_forward_backward(batch, access, sums, stream);
-  // After an error, too: whoever waits for `stream` has then waited for all.
-  const Status joined = join_weight_gradients(stream);
-  return status.ok() ? joined : status;
-}
-
-Status TransformerImpl::queue_forward_backward(const MicroBatch& batch, UnitAccess& access, LossSums* sums,
-                                               Stream& stream) {
   KTG_CHECK(options_.training) << "forward_backward of a model planned for inference";
   KTG_ASSIGN_OR_RETURN(const Pass pass, begin_pass(batch, /*for_backward=*/true, stream));
   KTG_RETURN_IF_ERROR(run_blocks(pass, access, stream));
@@ -177,7 +161,6 @@ Status TransformerImpl::queue_forward_backward(const MicroBatch& batch, UnitAcce
   if (!table_written) {
     KTG_ASSIGN_OR_RETURN(table, access.gradients(0, stream));
   }
-  if (table_written) KTG_RETURN_IF_ERROR(join_weight_gradients(stream));  // it adds to what the head has written
   KTG_RETURN_IF_ERROR(embedding_backward(pass, table, table_written, stream));
   return access.gradients_ready(0, stream);
 }

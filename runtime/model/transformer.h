@@ -121,11 +121,6 @@ struct TransformerOptions {
   Recompute recompute = Recompute::kNone;
   bool deterministic = true;  // false: attention's backward may sum in an order that varies
   bool documents = false;     // batches may hold several documents a sequence
-  // On a device, products of weight gradients run beside the rest of backward. UnitAccess::gradients_ready() then says
-  // that a unit's gradient is queued; all of them are complete on `stream` behind forward_backward(). For modes that
-  // read none before.
-  bool overlap_weight_gradients = false;
-  int64_t weight_gradient_multiprocessors = 0;  // that such a product takes at most; 0: all
 };
 
 // The linear layers of a forward and backward over N tokens, each kind once.

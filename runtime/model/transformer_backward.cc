@@ -14,28 +14,16 @@ Status TransformerImpl::weight_backward(const void* dy, const void* x, const Lin
   float* dw = at_offset(g, linear.w);
   float* db = at_offset(g, linear.b);
   const DType dtype = options_.dtype;
-  const auto product = [=](Stream& on) {
-    const kernels::StreamHandle s = on.handle();
-    return on.launched(
-        db == nullptr ? k.linear_backward_weight(dw, dy, x, N, linear.I, linear.O, g.accumulate, dtype, s)
-                      : k.linear_backward_weight_bias(dw, db, dy, x, N, linear.I, linear.O, g.accumulate, dtype, s),
-        "linear.backward_weight");
-  };
-  return weight_gradients_ == nullptr ? product(stream) : weight_gradients_->add(dy, stream, product);
-}
-
-Status TransformerImpl::before_write(const void* buffer, Stream& stream) {
-  return weight_gradients_ == nullptr ? ok_status() : weight_gradients_->before_write(buffer, stream);
-}
-
-Status TransformerImpl::join_weight_gradients(Stream& stream) {
-  return weight_gradients_ == nullptr ? ok_status() : weight_gradients_->join(stream);
+  const kernels::StreamHandle s = stream.handle();
+  return stream.launched(
+      db == nullptr ? k.linear_backward_weight(dw, dy, x, N, linear.I, linear.O, g.accumulate, dtype, s)
+                    : k.linear_backward_weight_bias(dw, db, dy, x, N, linear.I, linear.O, g.accumulate, dtype, s),
+      "linear.backward_weight");
 }
 
 Status TransformerImpl::linear_backward(void* dx, const void* dy, const void* x, const Linear& linear,
                                         const UnitWeights& w, UnitAccess::Gradients g, int64_t N, Stream& stream) {
   KTG_RETURN_IF_ERROR(weight_backward(dy, x, linear, g, N, stream));
-  KTG_RETURN_IF_ERROR(before_write(dx, stream));
   return stream.launched(k_.gemm->linear_backward_input(dx, dy, w.matrix(linear.w), N, linear.I, linear.O, false,
                                                         options_.dtype, stream.handle()),
                          "linear.backward_input");
@@ -45,16 +33,14 @@ Status TransformerImpl::norm_backward(const NormOutputs& forward, int64_t w_offs
                                       const UnitWeights& w, UnitAccess::Gradients g, const void* d_residual, int64_t N,
                                       Stream& stream) {
   const kernels::NormKernels& k = *k_.norm;
-  KTG_RETURN_IF_ERROR(before_write(a_.d_stream_next, stream));
   const kernels::KernelError error =
       config_.is_gpt2()
-          ? k.layer_norm_backward(a_.d_stream_next, at_offset(g, w_offset), at_offset(g, b_offset), a_.d_branch,
+          ? k.layer_norm_backward(a_.d_stream, at_offset(g, w_offset), at_offset(g, b_offset), a_.d_branch,
                                   forward.stream, w.vector(w_offset), forward.mean, forward.rstd, d_residual, N, C(),
                                   g.accumulate, a_.workspace, options_.dtype, stream.handle())
-          : k.rms_norm_backward(a_.d_stream_next, at_offset(g, w_offset), a_.d_branch, forward.stream,
-                                w.vector(w_offset), forward.rstd, d_residual, N, C(), kernels::RowLayout{},
-                                g.accumulate, a_.workspace, options_.dtype, stream.handle());
-  std::swap(a_.d_stream, a_.d_stream_next);
+          : k.rms_norm_backward(a_.d_stream, at_offset(g, w_offset), a_.d_branch, forward.stream, w.vector(w_offset),
+                                forward.rstd, d_residual, N, C(), kernels::RowLayout{}, g.accumulate, a_.workspace,
+                                options_.dtype, stream.handle());
   return stream.launched(error, "norm.backward");
 }
 
@@ -78,7 +64,9 @@ Status TransformerImpl::head_backward(const MicroBatch& batch, const UnitWeights
     matrix_offset = layout_.token_table;
   }
   KTG_RETURN_IF_ERROR(
-      weight_backward(a_.logits, a_.h, {matrix_offset, kAbsent, C(), V()}, matrix_gradients, N, stream));
+      stream.launched(k_.gemm->linear_backward_weight(matrix_gradients.data + matrix_offset, a_.logits, a_.h, N, C(),
+                                                      V(), matrix_gradients.accumulate, dtype, stream.handle()),
+                      "head.backward_weight"));
   KTG_RETURN_IF_ERROR(with_head_matrix(w, access, stream, [&](const void* matrix) {
     return stream.launched(
         k_.gemm->linear_backward_input(a_.d_branch, a_.logits, matrix, N, C(), V(), false, dtype, stream.handle()),
@@ -95,7 +83,6 @@ Status TransformerImpl::head_backward(const MicroBatch& batch, const UnitWeights
 Status TransformerImpl::recompute(const Pass& pass, int64_t l, const UnitWeights& w, LayerActivations& a,
                                   Stream& stream) {
   if (options_.recompute == Recompute::kNone) return ok_status();
-  KTG_RETURN_IF_ERROR(join_weight_gradients(stream));  // they read the memory that the layers share
   const BlockLayout& at = layout_.block;
   const bool block = options_.recompute == Recompute::kBlock;
   KTG_RETURN_IF_ERROR(norm_forward({a.stream1, a.h1, a.mean1, a.rstd1}, nullptr, w.vector(at.norm1_w),
@@ -133,7 +120,6 @@ Status TransformerImpl::feed_forward_backward(const Pass& pass, const UnitWeight
   const Linear up{at.up_w, at.up_b, C(), UP()}, down{at.down_w, at.down_b, F(), C()};
   if (config_.is_gpt2()) {
     KTG_RETURN_IF_ERROR(weight_backward(a_.d_stream, a.act, down, g, N, stream));
-    KTG_RETURN_IF_ERROR(before_write(a_.d_act, stream));
     KTG_RETURN_IF_ERROR(
         stream.launched(k_.gemm->linear_gelu_backward_input(a_.d_act, a_.d_stream, w.matrix(down.w), a.up, N, F(), C(),
                                                             options_.dtype, stream.handle()),
@@ -158,7 +144,6 @@ Status TransformerImpl::attention_backward(const Pass& pass, const UnitWeights& 
   const kernels::AttentionShape shape = attention_shape_of(pass, pass.T);
   KTG_CHECK(k_.attention->backward_workspace_bytes(shape, dtype) <= a_.workspace_bytes)
       << pass.B << " x " << pass.T << " tokens";
-  KTG_RETURN_IF_ERROR(before_write(a_.d_qkv, stream));
   KTG_RETURN_IF_ERROR(stream.launched(
       k_.attention->backward(a_.d_qkv, offset(a_.d_qkv, k_at), offset(a_.d_qkv, v_at), a_.d_o, a.o, a.lse, a.qkv,
                              offset(a.qkv, k_at), offset(a.qkv_raw, v_at), shape, a_.workspace, dtype, s),

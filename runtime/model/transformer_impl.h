@@ -6,7 +6,6 @@
 
 #include "runtime/model/transformer_layout.h"
 #include "runtime/model/transformer_plan.h"
-#include "runtime/model/weight_gradient_queue.h"
 
 namespace kintsugi::runtime {
 
@@ -97,11 +96,7 @@ class TransformerImpl final : public Transformer {
   Status norm_forward(const NormOutputs& out, const void* residual, const float* w, const float* b, int64_t N,
                       Stream& stream);
 
-  // Backward. forward_backward() joins what this one leaves to weight_gradients_.
-  Status queue_forward_backward(const MicroBatch& batch, UnitAccess& access, LossSums* sums, Stream& stream);
-  // Weight gradients that are still to be made may read what lies there.
-  Status before_write(const void* buffer, Stream& stream);
-  Status join_weight_gradients(Stream& stream);
+  // Backward.
   Status head_backward(const MicroBatch& batch, const UnitWeights& w, UnitAccess& access, LossSums* sums,
                        UnitAccess::Gradients* table, Stream& stream);
   Status recompute(const Pass& pass, int64_t l, const UnitWeights& w, LayerActivations& a, Stream& stream);
@@ -120,7 +115,7 @@ class TransformerImpl final : public Transformer {
                          Stream& stream);
   Status linear_backward(void* dx, const void* dy, const void* x, const Linear& linear, const UnitWeights& w,
                          UnitAccess::Gradients g, int64_t N, Stream& stream);
-  // d_stream = d_residual + gradient through the norm whose output's gradient is d_branch.
+  // d_stream += gradient through the norm whose output's gradient is d_branch.
   Status norm_backward(const NormOutputs& forward, int64_t w_offset, int64_t b_offset, const UnitWeights& w,
                        UnitAccess::Gradients g, const void* d_residual, int64_t N, Stream& stream);
   Status sum_losses(const MicroBatch& batch, LossSums* sums, Stream& stream);
@@ -133,7 +128,6 @@ class TransformerImpl final : public Transformer {
   const ModelLayout layout_;
   std::vector<std::vector<PackedVector>> vectors_;  // by unit
   Activations a_;
-  std::unique_ptr<WeightGradientQueue> weight_gradients_;  // null: they are made in their turn
   std::vector<int32_t> host_positions_;
   int32_t* finite_flags_ = nullptr;
   int64_t positions_T_ = 0;  // the T that positions were written for

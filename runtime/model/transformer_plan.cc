@@ -131,12 +131,10 @@ Activations plan_activations(const ModelConfig& config, const TransformerOptions
     return a;
   }
 
-  const bool beside = options.overlap_weight_gradients;
   a.d_stream = rows(C);
-  a.d_stream_next = beside ? rows(C) : a.d_stream;
   a.d_branch = a.branch;
-  a.d_qkv = rows(beside ? QKV : std::max(QKV, F));
-  a.d_act = beside ? rows(F) : a.d_qkv;
+  a.d_qkv = rows(std::max(QKV, F));
+  a.d_act = a.d_qkv;
   a.d_o = rows(H * D);
   a.workspace_bytes =
       std::max({attention_workspace_bytes(config, options, kernels), norm_workspace_bytes(config, options, kernels),

@@ -46,12 +46,11 @@ struct Activations {
   void* decode_workspace;
   int64_t decode_workspace_bytes;
   // Backward.
-  void* d_stream;       // (N, C) T
-  void* d_stream_next;  // (N, C) T: the same memory, or what norms write while weight gradients are made of d_stream
-  void* d_branch;       // (N, C) T: the same memory as branch
-  void* d_act;          // (N, F) T: the same memory as d_qkv, unless weight gradients are made beside the rest
-  void* d_qkv;          // (N, (H + 2K) D) T
-  void* d_o;            // (N, H D) T
+  void* d_stream;  // (N, C) T
+  void* d_branch;  // (N, C) T: the same memory as branch
+  void* d_act;     // (N, F) T: the same memory as d_qkv
+  void* d_qkv;     // (N, (H + 2K) D) T
+  void* d_o;       // (N, H D) T
   void* workspace;
   int64_t workspace_bytes;
 };

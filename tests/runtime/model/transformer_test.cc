@@ -101,21 +101,6 @@ TEST_P(TransformerTest, RecomputationChangesNoBitAndTakesLessMemory) {
   }
 }
 
-TEST_P(TransformerTest, BuffersForWeightGradientsBesideTheRestChangeNoBit) {
-  const std::vector<float> w = lively_weights(table());
-  const Batch batch = random_batch(config().vocab_size, kB, kT);
-  Harness in_turn(config(), kOptions, false, w);
-  const LossSums want = in_turn.step(batch);
-  TransformerOptions options = kOptions;
-  options.overlap_weight_gradients = true;
-  Harness beside(config(), options, false, w);
-  for (int i = 0; i < 2; ++i) {
-    EXPECT_EQ(beside.step(batch).loss, want.loss);
-    EXPECT_EQ(std::memcmp(beside.gradients.data(), in_turn.gradients.data(), w.size() * sizeof(float)), 0);
-  }
-  EXPECT_EQ(beside.arena->used_bytes(), beside.arena->size_bytes());
-}
-
 TEST_P(TransformerTest, WritesEveryGradientAndReadsNoPadding) {
   const std::vector<bool> used = used_elements(table());
   std::vector<float> clean = lively_weights(table()), poisoned = clean;
