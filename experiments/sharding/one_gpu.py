@@ -29,7 +29,8 @@ def train(args, shape, mode, folder):
     out = pathlib.Path(folder) / "run"
     shutil.rmtree(out, ignore_errors=True)
     command = [str(pathlib.Path(args.bin) / "train"), str(SPEED / "configs" / f"{shape}.toml"), "--out", str(out)]
-    for assignment in [f"training.steps={args.steps}", f"parallelism.mode={mode}", "checkpoint.every=0", "device=cuda"]:
+    for assignment in [f"training.steps={args.steps}", f"parallelism.mode={mode}", "checkpoint.every=0",
+                       "checkpoint.save_last=false", "device=cuda"]:
         command += ["--set", assignment]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
