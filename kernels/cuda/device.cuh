@@ -24,6 +24,11 @@ constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 // Index of the block counted from the end. Kernels that follow a matrix product go through memory backwards: what the
 // product stored last still lies in L2 then, and what they store last is what the next product reads first.
 __device__ inline uint32_t block_from_end() { return gridDim.x - 1 - blockIdx.x; }
+// Which `threads` of the block (a multiple of 32) this thread belongs to: the same in every lane of a warp, which the
+// compiler is told so. Loops over it need no code for divided warps then.
+__device__ inline int32_t part_of_block(int32_t threads) {
+  return __shfl_sync(0xffffffffu, static_cast<int32_t>(threadIdx.x) / threads, 0);
+}
 
 inline cudaStream_t stream_of(StreamHandle stream) { return static_cast<cudaStream_t>(stream); }
 inline KernelError launch_error() { return cudaGetLastError(); }

@@ -21,6 +21,21 @@ struct NormForward {
 
 inline constexpr int kNormForwardThreads = 512;  // at most
 
+// rstd of kRows rows from n on, from the sums of their squares; one thread, which `writes`, stores what backward reads.
+// row[r] < 0: there is no such row.
+template <bool kMean, class T, int kRows>
+__device__ inline void keep_statistics(float (&rstd)[kRows], const float (&mean)[kRows], const float (&squares)[kRows],
+                                       const NormForward<T>& a, int64_t n, const int64_t (&row)[kRows], bool writes,
+                                       float inverse_count) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    rstd[r] = 1.0f / sqrtf(squares[r] * inverse_count + a.eps);
+    if (row[r] < 0 || !writes) continue;
+    a.rstd[n + r] = rstd[r];
+    if constexpr (kMean) a.mean[n + r] = mean[r];
+  }
+}
+
 // A group of threads takes kRows rows at once, whose packs are all loading before the first is used and whose sums
 // share a barrier. kMean: LayerNorm, else RMSNorm. kWide: packs beyond kPacks a thread are read again when needed.
 template <class T, int kVec, int kPacks, int kRows, bool kWide, bool kMean, bool kResidual>
@@ -114,13 +129,7 @@ __global__ void __launch_bounds__(kNormForwardThreads) norm_forward_kernel(NormF
   }
   group_sums(squares, group, scratch[1]);
   float rstd[kRows];
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    rstd[r] = 1.0f / sqrtf(squares[r] * inverse_count + a.eps);
-    if (row[r] < 0 || lane != 0) continue;
-    a.rstd[n + r] = rstd[r];
-    if constexpr (kMean) a.mean[n + r] = mean[r];
-  }
+  keep_statistics<kMean>(rstd, mean, squares, a, n, row, lane == 0, inverse_count);
   for_packs(reread, [&](int r, int32_t c, const float(&v)[kVec]) {
     float w[kVec], y[kVec];
     load_shared_values(w, a.w + c);
@@ -171,7 +180,7 @@ __global__ void __launch_bounds__(How::kThreads) norm_forward_teams_kernel(NormF
   constexpr int kVec = kVectorSize<T>, kPacks = How::kPacks, kRows = How::kRows;
   using P = Packed<T, kVec>;
   __shared__ float scratch[2][How::kTeams][How::kWarps][kRows];
-  const int32_t team = __shfl_sync(0xffffffffu, static_cast<int32_t>(threadIdx.x) / How::kTeamThreads, 0);
+  const int32_t team = part_of_block(How::kTeamThreads);
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % How::kTeamThreads, packs = rows.C / kVec;
   const int64_t n = (int64_t{block_from_end()} * How::kTeams + team) * kRows;
   int64_t row[kRows];
@@ -233,13 +242,7 @@ __global__ void __launch_bounds__(How::kThreads) norm_forward_teams_kernel(NormF
   }
   team_sums<How>(squares, scratch[1][team], team);
   float rstd[kRows];
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    rstd[r] = 1.0f / sqrtf(squares[r] * inverse_count + a.eps);
-    if (row[r] < 0 || lane != 0) continue;
-    a.rstd[n + r] = rstd[r];
-    if constexpr (kMean) a.mean[n + r] = mean[r];
-  }
+  keep_statistics<kMean>(rstd, mean, squares, a, n, row, lane == 0, inverse_count);
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
     if (pack(k) >= packs) continue;

@@ -19,11 +19,6 @@ struct HeadUnits {
 inline constexpr int kHeadThreads = 256;
 inline constexpr int kHeadWarps = kHeadThreads / 32;
 
-// The same value in every lane, which the compiler is told so: loops over it need no code for divided warps.
-__device__ inline int32_t warp_of_block() {
-  return __shfl_sync(0xffffffffu, static_cast<int32_t>(threadIdx.x) / 32, 0);
-}
-
 // A unit's first element of this lane, and its first row.
 template <int kVec, int kPacks, int kGroup>
 struct HeadUnit {
@@ -53,7 +48,7 @@ __global__ void __launch_bounds__(kHeadThreads)
   using P = Packed<T, kVec>;
   static_assert(kPacks <= kGroup);
   const int32_t lane = static_cast<int32_t>(threadIdx.x) & 31, in_group = lane % kGroup;
-  const int64_t index = int64_t{block_from_end()} * kHeadWarps + warp_of_block();
+  const int64_t index = int64_t{block_from_end()} * kHeadWarps + part_of_block(32);
   if (index >= units.count) return;
   const HeadUnit<kVec, kPacks, kGroup> unit(units, index, lane);
   P packs[kPacks];
@@ -94,7 +89,7 @@ __global__ void __launch_bounds__(kHeadThreads, kBlocksPerSm)
   constexpr int kVec = kVectorSize<T>;
   using P = Packed<T, kVec>;
   __shared__ float columns[kHeadWarps][kGroup * kVec];
-  const int32_t lane = static_cast<int32_t>(threadIdx.x) & 31, in_group = lane % kGroup, warp = warp_of_block();
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) & 31, in_group = lane % kGroup, warp = part_of_block(32);
   float weights[kVec], dw[kVec] = {};
   load_shared_values(weights, w + in_group * kVec);
   const int64_t step = int64_t{gridDim.x} * kHeadWarps;

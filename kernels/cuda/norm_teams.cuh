@@ -58,8 +58,7 @@ __global__ void __launch_bounds__(How::kThreads, How::kBlocks) norm_teams_kernel
   extern __shared__ __align__(128) uint4 stages[];  // [teams][stages][dy, x, dresidual][packs of a row]
   __shared__ Arrival arrivals[How::kTeams][kStages];
   __shared__ float scratch[2][How::kTeams][How::kWarps][kSums];
-  // The same in every lane, which the compiler is told so: loops need no code for divided warps then.
-  const int32_t team = __shfl_sync(0xffffffffu, static_cast<int32_t>(threadIdx.x) / How::kTeamThreads, 0);
+  const int32_t team = part_of_block(How::kTeamThreads);
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % How::kTeamThreads;
   const int32_t packs = rows.C / kVec;
   uint4* const own = stages + team * kStages * kOperands * packs;
