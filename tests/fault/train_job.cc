@@ -131,13 +131,8 @@ TrainJob::TrainJob(const Workspace& workspace, const std::string& out, JobOption
     std::vector<std::string> command = {"mpirun", "-np", std::to_string(options_.world_size), "--oversubscribe"};
     const std::vector<std::string> train = train_command();
     command.insert(command.end(), train.begin(), train.end());
-    // Instrumented agents do not look for leaks here: Open MPI 4.1 leaks (libmpi, and a thread of its PMIx plug-in),
-    // and plug-ins that are unloaded at the end leave stacks without names that no suppression can tell apart. The
-    // other launchers' jobs run the same code.
-    start_process(
-        command,
-        {{"OMPI_ALLOW_RUN_AS_ROOT", "1"}, {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"}, {"LSAN_OPTIONS", "detect_leaks=0"}},
-        out_dir_ + ".output");
+    start_process(command, {{"OMPI_ALLOW_RUN_AS_ROOT", "1"}, {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"}},
+                  out_dir_ + ".output");
     return;
   }
   for (int r = 0; r < options_.world_size; ++r) start_rank(r);
