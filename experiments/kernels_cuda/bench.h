@@ -16,7 +16,7 @@ namespace kintsugi::kernels_cuda {
 using kernels::DType;
 using kernels::KernelError;
 
-// Device memory handed out in pieces, filled with normal numbers that make sense as bf16 and as fp32.
+// Device memory handed out in pieces, filled with normal numbers (fill_with_normals) until cases have written there.
 class Pool {
  public:
   Pool(char* data, int64_t size_bytes) : data_(data), size_(size_bytes) {}
@@ -36,6 +36,9 @@ class Pool {
   int64_t size_;
   int64_t used_ = 0;
 };
+
+// Normal numbers as bf16; two of them side by side are a sensible fp32, too. False: the device failed.
+bool fill_with_normals(void* data, int64_t size_bytes);
 
 using Launch = std::function<KernelError(cudaStream_t)>;
 

@@ -21,23 +21,6 @@ constexpr int64_t kBeyondL2Bytes = int64_t{256} << 20;  // what the sets of one 
 constexpr int kSamples = 20;
 constexpr double kSampleMs = 0.4;  // a sample is as many launches as fill this time
 
-// Normal numbers as bf16; two of them side by side are a sensible fp32, too.
-bool fill(char* data, int64_t size_bytes) {
-  std::vector<uint16_t> block(size_t{8} << 20);
-  std::mt19937 rng(1);
-  std::normal_distribution<float> normal;
-  for (uint16_t& x : block) x = kernels::to_bfloat16(normal(rng)).bits;
-  const auto block_bytes = static_cast<int64_t>(block.size() * 2);
-  if (cudaMemcpy(data, block.data(), static_cast<size_t>(block_bytes), cudaMemcpyHostToDevice) != cudaSuccess) {
-    return false;
-  }
-  for (int64_t done = block_bytes; done < size_bytes; done *= 2) {
-    const auto part = static_cast<size_t>(std::min(done, size_bytes - done));
-    if (cudaMemcpy(data + done, data, part, cudaMemcpyDeviceToDevice) != cudaSuccess) return false;
-  }
-  return cudaDeviceSynchronize() == cudaSuccess;
-}
-
 struct Timer {
   cudaStream_t stream;
   cudaEvent_t begin, end;
@@ -135,7 +118,7 @@ int run(int argc, char** argv) {
   cudaDeviceProp device{};
   char* memory = nullptr;
   if (cudaGetDeviceProperties(&device, 0) != cudaSuccess || cudaMalloc(&memory, kPoolBytes) != cudaSuccess ||
-      !fill(memory, kPoolBytes)) {
+      !fill_with_normals(memory, kPoolBytes)) {
     std::printf("no device, or not %lld GiB free on it\n", static_cast<long long>(kPoolBytes >> 30));
     return 1;
   }
@@ -173,6 +156,27 @@ int run(int argc, char** argv) {
 }
 
 }  // namespace
+
+bool fill_with_normals(void* data, int64_t size_bytes) {
+  static const std::vector<uint16_t> kBlock = [] {
+    std::vector<uint16_t> block(size_t{8} << 20);
+    std::mt19937 rng(1);
+    std::normal_distribution<float> normal;
+    for (uint16_t& x : block) x = kernels::to_bfloat16(normal(rng)).bits;
+    return block;
+  }();
+  auto* const to = static_cast<char*>(data);
+  const auto block_bytes = std::min(static_cast<int64_t>(kBlock.size() * 2), size_bytes);
+  if (cudaMemcpy(to, kBlock.data(), static_cast<size_t>(block_bytes), cudaMemcpyHostToDevice) != cudaSuccess) {
+    return false;
+  }
+  for (int64_t done = block_bytes; done < size_bytes; done *= 2) {
+    const auto part = static_cast<size_t>(std::min(done, size_bytes - done));
+    if (cudaMemcpy(to + done, to, part, cudaMemcpyDeviceToDevice) != cudaSuccess) return false;
+  }
+  return cudaDeviceSynchronize() == cudaSuccess;
+}
+
 }  // namespace kintsugi::kernels_cuda
 
 int main(int argc, char** argv) { return kintsugi::kernels_cuda::run(argc, argv); }
