@@ -70,6 +70,8 @@ struct Packed {
 
   __device__ static Packed load(const T* p) { return {__ldcs(reinterpret_cast<const Bits*>(p))}; }
   __device__ void store(T* p) const { *reinterpret_cast<Bits*>(p) = bits; }
+  // Leaves L2 before what was stored or read otherwise.
+  __device__ void store_streaming(T* p) const { __stcs(reinterpret_cast<Bits*>(p), bits); }
 
   __device__ void get(float (&x)[kVec]) const {
     if constexpr (kVec == 1) {

@@ -2,7 +2,7 @@
 //
 // Weight gradients: a block takes every so-manieth stretch of rows and keeps its sums in registers, one column a
 // thread, then writes one row of partial sums; a second kernel adds the partial rows. Both orders depend on N and C
-// alone.
+// alone. Both kernels, as the forward pass's, are launched overlapped and read nothing before they have waited.
 #pragma once
 
 #include "kernels/cuda/async_copy.cuh"
@@ -13,31 +13,9 @@ namespace kintsugi::kernels::cuda {
 
 inline constexpr int kNormBackwardThreads = 512;                     // at most
 inline constexpr int kMaxNormBackwardBlocks = 4 * kMultiprocessors;  // of rows of any width; others take fewer
-inline constexpr int kMaxSharedColumns = 1024;                       // of rows that one warp takes
+inline constexpr int kNarrowColumns = 1024;  // up to so many: partial rows are added up by more threads a column
 
-// Adds up the column sums of a block's warps, in their order, and writes the block's row of partial sums. Lanes below
-// `group` of each warp hold columns.
-template <int kVec, int kPacks>
-__device__ inline void write_warps_sums(float* partials, const float (&sums)[kPacks][kVec], const Rows& rows,
-                                        float* columns) {
-  const int32_t lane = static_cast<int32_t>(threadIdx.x) & 31, warp = static_cast<int32_t>(threadIdx.x) / 32;
-  for (int32_t turn = 0; turn < static_cast<int32_t>(blockDim.x) / 32; ++turn) {
-    __syncthreads();
-    if (warp != turn || lane >= rows.group) continue;
-#pragma unroll
-    for (int k = 0; k < kPacks; ++k) {
-      const int32_t c = (lane + k * rows.group) * kVec;
-      if (c >= rows.C) continue;
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) columns[c + e] = turn == 0 ? sums[k][e] : columns[c + e] + sums[k][e];
-    }
-  }
-  __syncthreads();
-  for (int32_t c = static_cast<int32_t>(threadIdx.x); c < rows.C; c += static_cast<int32_t>(blockDim.x)) {
-    partials[int64_t{blockIdx.x} * rows.C + c] = columns[c];
-  }
-}
-
+// `columns`: shared memory for C numbers a warp, whose contents nobody needs any more.
 template <int kVec, int kPacks>
 __device__ inline void write_column_sums(float* partials, float (&sums)[kPacks][kVec], const Rows& rows,
                                          float* columns) {
@@ -56,7 +34,15 @@ __device__ inline void write_column_sums(float* partials, float (&sums)[kPacks][
       for (int e = 0; e < kVec; ++e) sums[k][e] += __shfl_xor_sync(0xffffffffu, sums[k][e], offset);
     }
   }
-  write_warps_sums(partials, sums, rows, columns);
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) & 31, warp = static_cast<int32_t>(threadIdx.x) / 32;
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) {
+    const int32_t c = (lane + k * rows.group) * kVec;
+    if (lane < rows.group && c < rows.C) store_f32(columns + warp * rows.C + c, sums[k]);
+  }
+  __syncthreads();
+  write_block_sums(partials, columns, static_cast<int32_t>(blockDim.x) / 32, rows.C);
 }
 
 // RMSNorm:   dx = rstd (g - xhat mean(g xhat)),            g = dy w, xhat = x rstd
@@ -69,12 +55,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     norm_backward_kernel(NormBackward<T> a, Rows rows, int32_t stretches) {
   using P = Packed<T, kVec>;
   static_assert(sizeof(P) == sizeof(uint4));
-  constexpr bool kHeld = kMean ? kPacks < 2 : kPacks < 4;  // the weights stay in registers
+  constexpr bool kHeld = !kMean || kPacks < 2;  // the weights stay in registers
   constexpr int kSums = kMean ? 2 : 1;
   constexpr int kOperands = 3;
   extern __shared__ uint4 copies[];  // [2 turns][dy, x, dresidual][kRows][kPacks][threads]
   __shared__ float scratch[2][kRows * kSums][32];
-  __shared__ float columns[kMaxSharedColumns];
+  wait_for_previous();
   const int32_t group = rows.group, lane = static_cast<int32_t>(threadIdx.x) % group;
   const int32_t rows_at_once = static_cast<int32_t>(blockDim.x) / group * kRows;
   const int32_t first_row = static_cast<int32_t>(threadIdx.x) / group * kRows;
@@ -197,11 +183,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     }
   }
   allow_next();  // not earlier: the next kernel would be seen waiting for as long as this one runs
+  auto* const columns = reinterpret_cast<float*>(copies);
   write_column_sums(a.dw_partials, dw, rows, columns);
-  if constexpr (kMean) {
-    __syncthreads();
-    write_column_sums(a.db_partials, db, rows, columns);
-  }
+  if constexpr (kMean) write_column_sums(a.db_partials, db, rows, columns);
 }
 
 // Any width and alignment: a block takes its rows one by one and reads each twice; its sums lie in the workspace.
@@ -242,25 +226,35 @@ __global__ void __launch_bounds__(kNormBackwardThreads)
   }
 }
 
-// dw[c] (+)= sum over partial rows. A block takes 32 columns; thread y of a column adds rows y, y + 32, ...
+// dw[c] (+)= sum over partial rows. A block takes kColumns columns, and kLanes threads each: thread y of a column adds
+// rows y, y + kLanes, ...
+template <int kColumns>
 __global__ void __launch_bounds__(1024)
     sum_partials_kernel(float* dw, float* db, const float* dw_partials, const float* db_partials, int32_t num_partials,
                         int32_t C, bool accumulate) {
-  __shared__ float sums[32][33];
+  constexpr int kLanes = 1024 / kColumns;
+  __shared__ float sums[kLanes][kColumns + 1];
+  allow_next();
   wait_for_previous();
-  const int32_t c = static_cast<int32_t>(blockIdx.x) * 32 + static_cast<int32_t>(threadIdx.x);
+  const int32_t y = static_cast<int32_t>(threadIdx.x) / kColumns, x = static_cast<int32_t>(threadIdx.x) % kColumns;
+  const int32_t c = static_cast<int32_t>(blockIdx.x) * kColumns + x;
   const float* partials = blockIdx.y == 0 ? dw_partials : db_partials;
   float* out = blockIdx.y == 0 ? dw : db;
   float sum = 0.0f;
   if (c < C) {
-#pragma unroll 4
-    for (int32_t p = static_cast<int32_t>(threadIdx.y); p < num_partials; p += 32) sum += partials[int64_t{p} * C + c];
+#pragma unroll 5
+    for (int32_t p = y; p < num_partials; p += kLanes) sum += partials[int64_t{p} * C + c];
   }
-  sums[threadIdx.y][threadIdx.x] = sum;
+  sums[y][x] = sum;
   __syncthreads();
-  const float total = lanes_sum(sums[threadIdx.x][threadIdx.y], 32);  // warp y adds the rows of column y
-  const int32_t column = static_cast<int32_t>(blockIdx.x * 32 + threadIdx.y);
-  if (threadIdx.x == 0 && column < C) out[column] = accumulate ? out[column] + total : total;
+  const int32_t warp = part_of_block(32), lane = static_cast<int32_t>(threadIdx.x) & 31;  // a warp a column
+  if (warp >= kColumns) return;
+  float total = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kLanes; i += 32) total += sums[lane + i][warp];
+  total = lanes_sum(total, 32);
+  const int32_t column = static_cast<int32_t>(blockIdx.x) * kColumns + warp;
+  if (lane == 0 && column < C) out[column] = accumulate ? out[column] + total : total;
 }
 
 // How one call is cut: a pure function of sizes. `rows_at_once`: what a block takes in one turn.
@@ -302,10 +296,9 @@ KernelError launch_norm_backward(NormBackward<T> a, float* dw, float* db, void* 
     if (allowed != cudaSuccess) return allowed;
     const int64_t threads = group <= 32 ? most_threads.value : group;
     cut(threads / group * num_rows.value, blocks_per_sm.value * kMultiprocessors);
-    kKernel<<<static_cast<uint32_t>(plan.blocks), static_cast<uint32_t>(threads),
-              static_cast<size_t>(threads * kThreadBytes), stream_of(stream)>>>(a, rows_of(N, C, layout, group),
-                                                                                static_cast<int32_t>(plan.stretches));
-    return launch_error();
+    return launch_overlapped(kKernel, static_cast<uint32_t>(plan.blocks), static_cast<uint32_t>(threads),
+                             stream_of(stream), threads * kThreadBytes, a, rows_of(N, C, layout, group),
+                             static_cast<int32_t>(plan.stretches));
   };
   const auto launch_teams = [&]<class How>(How) -> KernelError {
     constexpr auto kKernel = norm_teams_kernel<T, How, kMean>;
@@ -313,9 +306,8 @@ KernelError launch_norm_backward(NormBackward<T> a, float* dw, float* db, void* 
                                                             static_cast<int>(How::shared_bytes(How::kMostPacks)));
     if (allowed != cudaSuccess) return allowed;
     cut(How::kTeams, How::kBlocks * kMultiprocessors);
-    kKernel<<<static_cast<uint32_t>(plan.blocks), How::kThreads, static_cast<size_t>(How::shared_bytes(C / kVec)),
-              stream_of(stream)>>>(a, rows_of(N, C, layout, How::kTeamThreads));
-    return launch_error();
+    return launch_overlapped(kKernel, static_cast<uint32_t>(plan.blocks), How::kThreads, stream_of(stream),
+                             How::shared_bytes(C / kVec), a, rows_of(N, C, layout, How::kTeamThreads));
   };
   constexpr Constant<1> kOne{};
   constexpr Constant<2> kTwo{};
@@ -334,30 +326,32 @@ KernelError launch_norm_backward(NormBackward<T> a, float* dw, float* db, void* 
     }
     if (packs <= 32) return launch(kOne, Constant<4>{}, kQuarter, kTwo, lanes_for(packs));
     if (packs <= 64) return launch(kTwo, kTwo, kQuarter, kTwo, 32);
-    if (packs <= 96) return launch(Constant<3>{}, kOne, kQuarter, kTwo, 32);
-    if (packs <= 128) return launch(Constant<4>{}, kOne, kQuarter, kOne, 32);
-    if (packs <= 256) return launch_teams(Teams<4, 2, 2>{});
-    if (packs <= 512) return launch_teams(Teams<8, 2, 1>{});
+    if (packs <= 128) return launch_teams(Teams<2, 8, 1, false>{});
+    if (packs <= 256) return launch_teams(Teams<4, 2, 2, false>{});
+    if (packs <= 512) return launch_teams(Teams<8, 2, 1, kMean>{});
     return launch(kTwo, kTwo, kHalf, kOne, round_up(ceil_div(packs, 2), 32));
   };
   KernelError error = kKernelOk;
   bool as_heads = false;
   if constexpr (!kMean) {
-    as_heads = launch_heads<T>(N, C, layout, vectors && a.dresidual == nullptr,
-                               [&](auto num_packs, auto lanes, const HeadUnits& units) {
-                                 constexpr int kBlocksPerSm = num_packs.value > 3 ? 3 : 4;
-                                 plan = norm_backward_plan(units.count, kHeadWarps, kBlocksPerSm * kMultiprocessors);
-                                 norm_heads_backward_kernel<T, num_packs.value, lanes.value, kBlocksPerSm>
-                                     <<<static_cast<uint32_t>(plan.blocks), kHeadThreads, 0, stream_of(stream)>>>(
-                                         a.dx, a.dw_partials, a.dy, a.x, a.w, a.rstd, units);
-                                 error = launch_error();
-                               });
+    as_heads = launch_heads<T, 3>(
+        N, C, layout, vectors && a.dresidual == nullptr, [&](auto num_packs, auto lanes, const HeadUnits& units) {
+          constexpr int kBlocksPerSm = 4;
+          plan = norm_backward_plan(units.count, kHeadWarps, kBlocksPerSm * kMultiprocessors);
+          error = launch_overlapped(norm_heads_backward_kernel<T, num_packs.value, lanes.value, kBlocksPerSm>,
+                                    static_cast<uint32_t>(plan.blocks), kHeadThreads, stream_of(stream), 0, a.dx,
+                                    a.dw_partials, a.dy, a.x, a.w, a.rstd, units);
+        });
   }
   if (!as_heads) error = launch_rows();
   if (error != kKernelOk) return error;
-  const dim3 grid(static_cast<uint32_t>(ceil_div(C, 32)), kMean ? 2 : 1);
-  return launch_overlapped(sum_partials_kernel, grid, dim3(32, 32), stream_of(stream), 0, dw, db, a.dw_partials,
-                           a.db_partials, static_cast<int32_t>(plan.blocks), static_cast<int32_t>(C), accumulate);
+  const auto add_up = [&](auto columns) {
+    return launch_overlapped(sum_partials_kernel<columns.value>,
+                             dim3(static_cast<uint32_t>(ceil_div(C, columns.value)), kMean ? 2 : 1), 1024,
+                             stream_of(stream), 0, dw, db, a.dw_partials, a.db_partials,
+                             static_cast<int32_t>(plan.blocks), static_cast<int32_t>(C), accumulate);
+  };
+  return C <= kNarrowColumns ? add_up(Constant<8>{}) : add_up(Constant<32>{});
 }
 
 }  // namespace kintsugi::kernels::cuda

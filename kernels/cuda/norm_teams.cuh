@@ -32,15 +32,51 @@ __device__ inline void team_barrier(int32_t team) {
   }
 }
 
+// Adds up x over the team, the warps' sums in their order. Two calls in a row must use different `parts`.
+template <class How, int kCount>
+__device__ inline void team_sums(float (&x)[kCount], float (*parts)[kCount], int32_t team) {
+#pragma unroll
+  for (float& sum : x) sum = lanes_sum(sum, 32);
+  if constexpr (How::kWarps > 1) {
+    if (threadIdx.x % 32 == 0) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) parts[threadIdx.x % How::kTeamThreads / 32][i] = x[i];
+    }
+    team_barrier<How::kWarps>(team);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      x[i] = parts[0][i];
+#pragma unroll
+      for (int warp = 1; warp < How::kWarps; ++warp) x[i] += parts[warp][i];
+    }
+  }
+}
+
+// The block's row of partial sums: the `count` rows of `columns` (count, C) in shared memory added up, in their order.
+// C a multiple of 4. All threads; they have met since the rows were written, and meet before this returns.
+__device__ inline void write_block_sums(float* partials, const float* columns, int32_t count, int32_t C) {
+  for (int32_t c = static_cast<int32_t>(threadIdx.x) * 4; c < C; c += static_cast<int32_t>(blockDim.x) * 4) {
+    float total[4] = {};
+#pragma unroll 4
+    for (int32_t i = 0; i < count; ++i) {
+      const float4 sum = *reinterpret_cast<const float4*>(columns + i * C + c);
+      total[0] += sum.x, total[1] += sum.y, total[2] += sum.z, total[3] += sum.w;
+    }
+    store_f32(partials + int64_t{blockIdx.x} * C + c, total);
+  }
+  __syncthreads();
+}
+
 // How rows are shared out. A thread holds kPacks packs of its team's row; 4 stages keep 3 rows of each operand on their
 // way, 29 to 74 KiB a team.
-template <int kWarps_, int kTeams_, int kBlocks_>
+template <int kWarps_, int kTeams_, int kBlocks_, bool kLate_>
 struct Teams {
   static constexpr int kPacks = 2;
   static constexpr int kStages = 4;
   static constexpr int kWarps = kWarps_;    // of a team
   static constexpr int kTeams = kTeams_;    // of a block
   static constexpr int kBlocks = kBlocks_;  // of a multiprocessor
+  static constexpr bool kLate = kLate_;     // dresidual is read when it is needed: fewer registers, later next copies
   static constexpr int kTeamThreads = 32 * kWarps;
   static constexpr int kThreads = kTeamThreads * kTeams;
   static constexpr int64_t kMostPacks = kPacks * kTeamThreads;
@@ -68,6 +104,7 @@ __global__ void __launch_bounds__(How::kThreads, How::kBlocks) norm_teams_kernel
     Arrival::publish();
   }
   __syncthreads();
+  wait_for_previous();
 
   const int32_t workers = static_cast<int32_t>(gridDim.x) * How::kTeams;
   const int32_t worker = team * static_cast<int32_t>(gridDim.x) + static_cast<int32_t>(blockIdx.x);
@@ -109,16 +146,20 @@ __global__ void __launch_bounds__(How::kThreads, How::kBlocks) norm_teams_kernel
     const int32_t stage = turn % kStages;
     arrivals[team][stage].wait(static_cast<uint32_t>(turn / kStages) & 1);
     const uint4* const in = own + stage * kOperands * packs;
-    P dys[kPacks], xs[kPacks], residuals[kPacks];
+    P dys[kPacks], xs[kPacks], residuals[How::kLate ? 1 : kPacks];
+    const auto residual_of = [&](int k) { return a.dresidual != nullptr ? P{in[2 * packs + pack(k)]} : P::zero(); };
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
       const bool has = pack(k) < packs;
       dys[k] = has ? P{in[pack(k)]} : P::zero();
       xs[k] = has ? P{in[packs + pack(k)]} : P::zero();
-      residuals[k] = has && a.dresidual != nullptr ? P{in[2 * packs + pack(k)]} : P::zero();
+      if constexpr (!How::kLate) residuals[k] = has ? residual_of(k) : P::zero();
     }
-    team_barrier<How::kWarps>(team);
-    fetch(turn + kStages);
+    const auto fetch_next = [&] {
+      team_barrier<How::kWarps>(team);
+      fetch(turn + kStages);
+    };
+    if constexpr (!How::kLate) fetch_next();
     float sums[kSums] = {};
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
@@ -136,20 +177,7 @@ __global__ void __launch_bounds__(How::kThreads, How::kBlocks) norm_teams_kernel
         dw[k][e] = fmaf(dy[e], xhat, dw[k][e]);
       }
     }
-#pragma unroll
-    for (float& sum : sums) sum = lanes_sum(sum, 32);
-    auto& parts = scratch[turn & 1][team];
-    if (lane % 32 == 0) {
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) parts[lane / 32][i] = sums[i];
-    }
-    team_barrier<How::kWarps>(team);
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) {
-      sums[i] = parts[0][i];
-#pragma unroll
-      for (int warp = 1; warp < How::kWarps; ++warp) sums[i] += parts[warp][i];
-    }
+    team_sums<How>(sums, scratch[turn & 1][team], team);
     const float gx_mean = sums[0] * inverse_count, g_mean = kMean ? sums[kSums - 1] * inverse_count : 0.0f;
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
@@ -159,7 +187,7 @@ __global__ void __launch_bounds__(How::kThreads, How::kBlocks) norm_teams_kernel
       xs[k].unpack_again();
       dys[k].get(dy);
       xs[k].get(x);
-      residuals[k].get(residual);
+      (How::kLate ? residual_of(k) : residuals[How::kLate ? 0 : k]).get(residual);
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
         const float xhat = (x[e] - mean) * rstd, g = dy[e] * weights[k][e];
@@ -167,23 +195,19 @@ __global__ void __launch_bounds__(How::kThreads, How::kBlocks) norm_teams_kernel
       }
       P::of(dy).store(a.dx + row + pack(k) * kVec);
     }
+    if constexpr (How::kLate) fetch_next();
   }
   allow_next();  // not earlier: the next kernel would be seen waiting for as long as this one runs
 
   __syncthreads();  // nothing is read or on its way any more: the stages hold column sums now
-  auto* const columns = reinterpret_cast<float*>(stages);
-  const auto add_up = [&](float* partials, float(&sums)[kPacks][kVec]) {
-    for (int32_t turn = 0; turn < How::kTeams; ++turn) {
+  auto* const columns = reinterpret_cast<float*>(stages);  // [teams][C]
+  const auto add_up = [&](float* partials, const float(&sums)[kPacks][kVec]) {
 #pragma unroll
-      for (int k = 0; k < kPacks; ++k) {
-        if (team != turn || pack(k) >= packs) continue;
-        const int32_t c = pack(k) * kVec;
-#pragma unroll
-        for (int e = 0; e < kVec; ++e) sums[k][e] += turn > 0 ? columns[c + e] : 0.0f;
-        store_f32(turn + 1 < How::kTeams ? columns + c : partials + int64_t{blockIdx.x} * rows.C + c, sums[k]);
-      }
-      __syncthreads();
+    for (int k = 0; k < kPacks; ++k) {
+      if (pack(k) < packs) store_f32(columns + team * rows.C + pack(k) * kVec, sums[k]);
     }
+    __syncthreads();
+    write_block_sums(partials, columns, How::kTeams, rows.C);
   };
   add_up(a.dw_partials, dw);
   if constexpr (kMean) add_up(a.db_partials, db);
