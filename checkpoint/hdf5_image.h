@@ -1,8 +1,9 @@
 // HDF5 without the disk: a file driver whose bytes live in memory, sparsely. The writer lets the library lay out a
 // whole file (superblock, groups, attributes, and datasets whose space is allocated but never written), takes the
 // bytes that the library wrote (the "head") and puts head and payload on disk itself. The reader checks the head's
-// checksum first and only then shows it to the library. So HDF5 makes no system call on our files: its file
-// locking (flock), its behaviour on a full disk and its trust in what it parses are out of the picture.
+// checksum first and only then shows it to the library. So HDF5 makes no system call on our files: its file locking
+// (flock), its behaviour on a full disk and its trust in what it parses are out of the picture (the last but for heads
+// forged together with their checksum: HDF5 1.10 may read past its buffers then, so trust who made the file).
 //
 // Thread safe as the library is: distinct images from distinct threads.
 #pragma once

@@ -1,5 +1,5 @@
 // Checkpoints whose checksums are right and whose contents are not: made by another program, or by a broken one. An
-// error, or data of the right size; never a crash, and no wish for memory that a number in a file asks for.
+// error, or data of the right size; never a crash, and no wish of ours for memory that a number in a file asks for.
 #include <gmock/gmock.h>
 
 #include <cstring>
@@ -47,7 +47,8 @@ TEST_F(HostileTest, AManifestThatSaysOtherThingsIsRefusedOrUsable) {
 }
 
 // The head is shown to the HDF5 library only when the manifest's checksum of it is right, so this takes a program that
-// writes both.
+// writes both. What the library then does inside itself is out of our hands (sanitizers/asan.txt); what it tells us is
+// checked.
 TEST_F(HostileTest, AShardWhoseHeadSaysOtherThingsIsRefusedOrUsable) {
   auto random = mutation::make_random();
   const std::string path = step_dir_ + "/rank-1.h5";
