@@ -135,7 +135,7 @@ std::string cache_dir() {
 
 Result<TrainerHolder> create_trainer(ChildContext& context, WorkerLink& link) {
   KTG_ASSIGN_OR_RETURN(RunConfig config, RunConfig::parse(context.config_toml, "the run's configuration"));
-  log().set_level(spdlog::level::from_str(config.log.level));
+  KTG_RETURN_IF_ERROR(set_log_level(config.log.level));
   auto segments = std::make_shared<std::vector<std::unique_ptr<comm::SharedSegment>>>();
   std::vector<comm::SharedSegment*> views;
   for (const UniqueFd& fd : context.segment_fds) {

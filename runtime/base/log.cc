@@ -1,5 +1,7 @@
 #include "runtime/base/log.h"
 
+#include <fmt/format.h>
+#include <spdlog/logger.h>
 #include <spdlog/sinks/basic_file_sink.h>
 #include <spdlog/sinks/stdout_color_sinks.h>
 
@@ -20,13 +22,38 @@ std::shared_ptr<spdlog::logger>& instance() {
   return *logger;
 }
 
+Result<spdlog::level::level_enum> parse_level(const std::string& name) {
+  const spdlog::level::level_enum level = spdlog::level::from_str(name);
+  if (level == spdlog::level::off && name != "off") {
+    return invalid_argument("log.level = \"" + name + "\": allowed: trace, debug, info, warn, error, off");
+  }
+  return level;
+}
+
+spdlog::level::level_enum to_spdlog(LogLevel level) {
+  switch (level) {
+    case LogLevel::kDebug:
+      return spdlog::level::debug;
+    case LogLevel::kInfo:
+      return spdlog::level::info;
+    case LogLevel::kWarn:
+      return spdlog::level::warn;
+    case LogLevel::kError:
+      break;
+  }
+  return spdlog::level::err;
+}
+
 }  // namespace
 
+void Log::write(LogLevel level, fmt::string_view text, fmt::format_args args) {
+  spdlog::logger& logger = *instance();
+  const spdlog::level::level_enum wanted = to_spdlog(level);
+  if (logger.should_log(wanted)) logger.log(wanted, fmt::vformat(text, args));
+}
+
 Status init_log(const LogConfig& config) {
-  const spdlog::level::level_enum level = spdlog::level::from_str(config.level);
-  if (level == spdlog::level::off && config.level != "off") {
-    return invalid_argument("log.level = \"" + config.level + "\": allowed: trace, debug, info, warn, error, off");
-  }
+  KTG_ASSIGN_OR_RETURN(const spdlog::level::level_enum level, parse_level(config.level));
   std::vector<spdlog::sink_ptr> sinks;
   if (config.console) sinks.push_back(std::make_shared<spdlog::sinks::stderr_color_sink_mt>());
   if (!config.file.empty()) {
@@ -44,6 +71,10 @@ Status init_log(const LogConfig& config) {
   return ok_status();
 }
 
-spdlog::logger& log() { return *instance(); }
+Status set_log_level(const std::string& level) {
+  KTG_ASSIGN_OR_RETURN(const spdlog::level::level_enum parsed, parse_level(level));
+  instance()->set_level(parsed);
+  return ok_status();
+}
 
 }  // namespace kintsugi

@@ -44,12 +44,12 @@ class ObjectReader {
   }
 
   const json& list(const char* key) {
-    static const json kEmpty = json::array();
+    static const json kNone = json::array();
     const json* value = find(key);
-    if (value == nullptr) return kEmpty;
+    if (value == nullptr) return kNone;
     if (!value->is_array()) {
       fail(fmt::format("\"{}\" is not an array", key));
-      return kEmpty;
+      return kNone;
     }
     return *value;
   }

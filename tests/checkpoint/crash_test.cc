@@ -33,7 +33,8 @@ class CrashTest : public CheckpointTest {
  protected:
   CrashTest() : CheckpointTest(memory_dir()) {  // syncs are modelled here
     table_ = runtime::ParamTable::build(smallest_model());
-    log().set_level(spdlog::level::err);  // a dead process that warns about its housekeeping is what we ask for here
+    // A dead process that warns about its housekeeping is what we ask for here.
+    EXPECT_TRUE(set_log_level("error").ok());
   }
   CheckpointMeta meta(int64_t step, const std::string& run_id) {
     CheckpointMeta out = meta_at(step, 2, run_id);
