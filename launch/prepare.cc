@@ -1,58 +1,16 @@
 // prepare: text to token shards that `train` reads, once instead of at every start.
-#include <CLI/CLI.hpp>
+#include <cstdio>
 
 #include "launch/exit_code.h"
-#include "launch/prepare_commands.h"
-
-namespace {
-
-using namespace kintsugi::launch;
-
-void add_options(CLI::App& app, PrepareOptions& options) {
-  app.add_option("texts", options.texts, "Text files, one stream in this order");
-  app.add_option("--out,-o", options.out, "Folder to make: must not exist, or be empty");
-  app.add_option("--tokenizer,-t", options.tokenizer, "bytes, or the path of a Hugging Face tokenizer.json")
-      ->capture_default_str();
-  app.add_option("--separator", options.separator, "A token to put after each text, such as <|endoftext|>");
-  app.add_option("--shard-mib", options.shard_mib, "Size of a shard in MiB")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 14))
-      ->capture_default_str();
-  app.add_option("--threads", options.num_threads, "Threads; 0: one for each usable core")
-      ->check(CLI::Range(0, 1024))
-      ->capture_default_str();
-}
-
-CLI::App* add_info(CLI::App& app, PrepareInfoOptions& options) {
-  CLI::App* info = app.add_subcommand("info", "What a folder of shards, or a .bin file, says of itself");
-  info->add_option("path", options.path, "A folder that prepare wrote, or an llm.c or uint16 .bin file")->required();
-  info->add_flag("--verify", options.verify, "Read all of it: checksums, and every id against the vocabulary");
-  info->footer("Example:\n  prepare info data/austen_tokens --verify");
-  return info;
-}
-
-}  // namespace
+#include "launch/prepare_options.h"
 
 int main(int argc, char** argv) {
-  CLI::App app("Turns text into token shards for train");
-  app.name("prepare");
-  app.footer(
-      "Example:\n  prepare --tokenizer tokenizer.json --out data/tokens a.txt b.txt\n"
-      "Exit codes: 0 done, 1 failed, 2 wrong command line, 78 wrong input");
-  app.require_subcommand(0, 1);
-  app.failure_message([](const CLI::App*, const CLI::Error& error) {
-    return std::string("prepare: ") + error.what() + "\nRun with --help for more information.\n";
-  });
-  PrepareOptions options;
-  PrepareInfoOptions info_options;
-  add_options(app, options);
-  const CLI::App* info = add_info(app, info_options);
-  try {
-    app.parse(argc, argv);
-    if (!info->parsed() && options.texts.empty()) throw CLI::RequiredError("texts");
-    if (!info->parsed() && options.out.empty()) throw CLI::RequiredError("--out");
-    if (info->parsed() && !options.texts.empty()) throw CLI::ExtrasError("prepare", options.texts);
-  } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? kExitOk : kExitUsage;  // --help is no error
+  using namespace kintsugi::launch;
+  PrepareCommandLine line;
+  const CommandLineOutcome outcome = parse_prepare_command_line(argc, argv, &line);
+  if (!outcome.run) {
+    std::fputs(outcome.text.c_str(), outcome.exit_code == kExitOk ? stdout : stderr);
+    return outcome.exit_code;
   }
-  return info->parsed() ? run_prepare_info(info_options) : run_prepare(options);
+  return line.wants_info ? run_prepare_info(line.info) : run_prepare(line.prepare);
 }

@@ -3,10 +3,9 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <CLI/CLI.hpp>
 #include <filesystem>
-#include <sstream>
 
+#include "launch/cli_outcome.h"
 #include "launch/exit_code.h"
 #include "launch/run_config.h"
 #include "launch/step_tracer.h"
@@ -85,10 +84,8 @@ CommandLineOutcome parse_command_line(int argc, const char* const* argv, TrainOp
   add_rank_flag(app, "--local-world-size", options->ranks.local_size);
   try {
     app.parse(argc, argv);
-  } catch (const CLI::ParseError& e) {
-    std::ostringstream out_text, error_text;
-    const int code = app.exit(e, out_text, error_text);
-    return {.run = false, .exit_code = code == 0 ? kExitOk : kExitUsage, .text = out_text.str() + error_text.str()};
+  } catch (const CLI::ParseError& error) {
+    return stopped_by(app, error);
   }
   if (help_config) return {.run = false, .exit_code = kExitOk, .text = RunConfig::help()};
   if (debug_nan) options->sets.emplace_back("training.debug_nan=true");

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "launch/command_line.h"
 #include "launch/plan_report.h"
 #include "launch/rank_facts.h"
 #include "launch/run_folder.h"
@@ -18,13 +19,6 @@ struct TrainOptions {
   RankFlags ranks;
   bool plan = false;  // print what the run would need, and end
   PlanRequest plan_request;
-};
-
-// What to do instead of running, when that is what the command line says or when it is wrong.
-struct CommandLineOutcome {
-  bool run = true;
-  int exit_code = 0;
-  std::string text;  // help, version, or what is wrong
 };
 
 CommandLineOutcome parse_command_line(int argc, const char* const* argv, TrainOptions* options);

@@ -1,0 +1,16 @@
+// What reading a program's command line came to. CLI11 stays in the *_options.cc files, which are one library: its
+// header and inline functions take as long to compile as a whole folder.
+#pragma once
+
+#include <string>
+
+namespace kintsugi::launch {
+
+// What to do instead of running, when that is what the command line says or when it is wrong.
+struct CommandLineOutcome {
+  bool run = true;
+  int exit_code = 0;
+  std::string text;  // help, version, or what is wrong
+};
+
+}  // namespace kintsugi::launch
