@@ -22,6 +22,19 @@ struct ComposedLinear {
     return error != kKernelOk ? error : kActivation().gelu_backward(d_up, d_up, up, N, I, dtype, stream);
   }
 
+  static KernelError swiglu_forward(void* y, void* gate_up, const void* x, const void* w, const float* bias, int64_t N,
+                                    int64_t I, int64_t F, DType dtype, StreamHandle stream) {
+    const KernelError error = kGemm().linear_forward(gate_up, x, w, bias, N, I, 2 * F, dtype, stream);
+    return error != kKernelOk ? error : kActivation().swiglu_forward(y, gate_up, N, F, dtype, stream);
+  }
+
+  static KernelError swiglu_backward_input(void* d_gate_up, void* d_act, const void* dy, const void* w,
+                                           const void* gate_up, int64_t N, int64_t F, int64_t O, DType dtype,
+                                           StreamHandle stream) {
+    const KernelError error = kGemm().linear_backward_input(d_act, dy, w, N, F, O, false, dtype, stream);
+    return error != kKernelOk ? error : kActivation().swiglu_backward(d_gate_up, d_act, gate_up, N, F, dtype, stream);
+  }
+
   static KernelError backward_weight_bias(float* dw, float* dbias, const void* dy, const void* x, int64_t N, int64_t I,
                                           int64_t O, bool accumulate, DType dtype, StreamHandle stream) {
     const KernelError error = kGemm().linear_backward_weight(dw, dy, x, N, I, O, accumulate, dtype, stream);

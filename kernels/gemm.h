@@ -17,9 +17,11 @@ struct LinearShape {
   int64_t N, I, O;
   DType dtype;
   bool bias;
-  bool accumulate;           // weight gradients are added to, too
-  bool gelu_after = false;   // linear_gelu_forward runs it
-  bool gelu_before = false;  // linear_gelu_backward_input runs its backward pass
+  bool accumulate;             // weight gradients are added to, too
+  bool gelu_after = false;     // linear_gelu_forward runs it
+  bool gelu_before = false;    // linear_gelu_backward_input runs its backward pass
+  bool swiglu_after = false;   // linear_swiglu_forward runs it; O is 2 F
+  bool swiglu_before = false;  // linear_swiglu_backward_input runs its backward pass; I is F
 };
 
 struct GemmKernels {
@@ -44,6 +46,17 @@ struct GemmKernels {
   // up.
   KernelError (*linear_gelu_backward_input)(void* d_up, const void* dy, const void* w, const void* up, int64_t N,
                                             int64_t I, int64_t O, DType dtype, StreamHandle stream);
+  // The layer in front of SwiGLU: gate_up (N, 2 F) = x w^T + bias, w (2 F, I), the gate's rows first, which the
+  // backward pass wants, and y (N, F) = silu(gate) up. Like linear_forward and ActivationKernels::swiglu_forward; on
+  // the device, without a bias and from 1,024 rows on, a row has the same bits whatever N is.
+  KernelError (*linear_swiglu_forward)(void* y, void* gate_up, const void* x, const void* w, const float* bias,
+                                       int64_t N, int64_t I, int64_t F, DType dtype, StreamHandle stream);
+  // The layer behind it, w (O, F): with d_act[n,f] = sum_o dy[n,o] w[o,f], d_gate_up (N, 2 F) as from
+  // ActivationKernels::swiglu_backward. d_gate_up may be gate_up. d_act (N, F): memory for implementations that store
+  // it, in T; where the device need not, it is not rounded to T either.
+  KernelError (*linear_swiglu_backward_input)(void* d_gate_up, void* d_act, const void* dy, const void* w,
+                                              const void* gate_up, int64_t N, int64_t F, int64_t O, DType dtype,
+                                              StreamHandle stream);
   // linear_backward_weight and linear_backward_bias at once: dy is read once where the library can.
   KernelError (*linear_backward_weight_bias)(float* dw, float* dbias, const void* dy, const void* x, int64_t N,
                                              int64_t I, int64_t O, bool accumulate, DType dtype, StreamHandle stream);

@@ -45,9 +45,16 @@ using Composed = ComposedLinear<gemm, activation>;
 }  // namespace
 
 const GemmKernels& gemm() {
-  static constexpr GemmKernels kTable{
-      linear_forward,         linear_backward_input,         linear_backward_weight,         linear_backward_bias,
-      Composed::gelu_forward, Composed::gelu_backward_input, Composed::backward_weight_bias, library};
+  static constexpr GemmKernels kTable{linear_forward,
+                                      linear_backward_input,
+                                      linear_backward_weight,
+                                      linear_backward_bias,
+                                      Composed::gelu_forward,
+                                      Composed::gelu_backward_input,
+                                      Composed::swiglu_forward,
+                                      Composed::swiglu_backward_input,
+                                      Composed::backward_weight_bias,
+                                      library};
   return kTable;
 }
 

@@ -5,10 +5,12 @@
 #include <algorithm>
 
 #include "kernels/activation.h"
+#include "kernels/composed_linear.h"
 #include "kernels/cuda/gemm_kernels.h"
 #include "kernels/cuda/gemv.h"
 #include "kernels/cuda/library_handles.h"
 #include "kernels/cuda/matmul.h"
+#include "kernels/cuda/swiglu_linear.h"
 
 namespace kintsugi::kernels::cuda {
 namespace {
@@ -119,6 +121,28 @@ KernelError linear_gelu_backward_input(void* d_up, const void* dy, const void* w
   return error != kKernelOk || N == 0 ? error : activation().gelu_backward(d_up, d_up, up, N, I, dtype, stream);
 }
 
+using Composed = ComposedLinear<gemm, activation>;
+
+KernelError linear_swiglu_forward(void* y, void* gate_up, const void* x, const void* w, const float* bias, int64_t N,
+                                  int64_t I, int64_t F, DType dtype, StreamHandle stream) {
+  if (swiglu_linear_applies(N, F, I, dtype) && bias == nullptr && aligned(y) && aligned(gate_up) && aligned(x) &&
+      aligned(w)) {
+    const KernelError error = swiglu_linear_forward(y, gate_up, x, w, N, I, F, stream);
+    if (error != kNotSupported) return error;
+  }
+  return Composed::swiglu_forward(y, gate_up, x, w, bias, N, I, F, dtype, stream);
+}
+
+KernelError linear_swiglu_backward_input(void* d_gate_up, void* d_act, const void* dy, const void* w,
+                                         const void* gate_up, int64_t N, int64_t F, int64_t O, DType dtype,
+                                         StreamHandle stream) {
+  if (swiglu_linear_applies(N, F, O, dtype) && aligned(d_gate_up) && aligned(dy) && aligned(w) && aligned(gate_up)) {
+    const KernelError error = swiglu_linear_backward_input(d_gate_up, dy, w, gate_up, N, F, O, stream);
+    if (error != kNotSupported) return error;
+  }
+  return Composed::swiglu_backward_input(d_gate_up, d_act, dy, w, gate_up, N, F, O, dtype, stream);
+}
+
 KernelError linear_backward_weight_bias(float* dw, float* dbias, const void* dy, const void* x, int64_t N, int64_t I,
                                         int64_t O, bool accumulate, DType dtype, StreamHandle stream) {
   // The library overwrites a bias gradient.
@@ -136,9 +160,10 @@ KernelError linear_backward_weight_bias(float* dw, float* dbias, const void* dy,
 }  // namespace
 
 const GemmKernels& gemm() {
-  static constexpr GemmKernels kTable{
-      linear_forward,      linear_backward_input,      linear_backward_weight,      linear_backward_bias,
-      linear_gelu_forward, linear_gelu_backward_input, linear_backward_weight_bias, cublaslt_version};
+  static constexpr GemmKernels kTable{linear_forward,        linear_backward_input,        linear_backward_weight,
+                                      linear_backward_bias,  linear_gelu_forward,          linear_gelu_backward_input,
+                                      linear_swiglu_forward, linear_swiglu_backward_input, linear_backward_weight_bias,
+                                      cublaslt_version};
   return kTable;
 }
 

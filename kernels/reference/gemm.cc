@@ -47,6 +47,8 @@ const GemmKernels& gemm() {
                                       backward_bias,
                                       Composed::gelu_forward,
                                       Composed::gelu_backward_input,
+                                      Composed::swiglu_forward,
+                                      Composed::swiglu_backward_input,
                                       Composed::backward_weight_bias,
                                       library};
   return kTable;

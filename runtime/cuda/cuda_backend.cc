@@ -13,6 +13,7 @@
 #include "kernels/cuda/gemm_tuning.h"
 #include "kernels/cuda/graph_fills.h"
 #include "kernels/cuda/libraries.h"
+#include "kernels/cuda/swiglu_linear.h"
 #include "runtime/base/deadline.h"
 #include "runtime/base/log.h"
 #include "runtime/cuda/device_checks.h"
@@ -78,6 +79,7 @@ std::pair<std::string_view, std::string_view> parts_of(std::string_view text) {
   return {text.substr(0, second), text.substr(second)};
 }
 
+// What the library multiplies of these layers.
 std::vector<kernels::cuda::GemmProblem> problems_of(std::span<const kernels::LinearShape> layers) {
   using kernels::cuda::GemmEpilogue;
   using kernels::cuda::GemmOp;
@@ -86,9 +88,14 @@ std::vector<kernels::cuda::GemmProblem> problems_of(std::span<const kernels::Lin
     const GemmEpilogue forward = l.gelu_after ? GemmEpilogue::kBiasGelu
                                  : l.bias     ? GemmEpilogue::kBias
                                               : GemmEpilogue::kNone;
-    problems.push_back({GemmOp::kForward, l.N, l.I, l.O, l.dtype, false, forward});
-    problems.push_back({GemmOp::kBackwardInput, l.N, l.I, l.O, l.dtype, false,
-                        l.gelu_before ? GemmEpilogue::kGeluGradient : GemmEpilogue::kNone});
+    const bool own_forward =
+        l.swiglu_after && !l.bias && kernels::cuda::swiglu_linear_applies(l.N, l.O / 2, l.I, l.dtype);
+    const bool own_backward = l.swiglu_before && kernels::cuda::swiglu_linear_applies(l.N, l.I, l.O, l.dtype);
+    if (!own_forward) problems.push_back({GemmOp::kForward, l.N, l.I, l.O, l.dtype, false, forward});
+    if (!own_backward) {
+      problems.push_back({GemmOp::kBackwardInput, l.N, l.I, l.O, l.dtype, false,
+                          l.gelu_before ? GemmEpilogue::kGeluGradient : GemmEpilogue::kNone});
+    }
     problems.push_back({GemmOp::kBackwardWeight, l.N, l.I, l.O, l.dtype, false,
                         l.bias ? GemmEpilogue::kBiasGradient : GemmEpilogue::kNone});
     if (l.accumulate) problems.push_back({GemmOp::kBackwardWeight, l.N, l.I, l.O, l.dtype, true});

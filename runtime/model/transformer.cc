@@ -43,8 +43,22 @@ std::vector<kernels::LinearShape> linear_layers(const ModelConfig& config, DType
   const bool gpt2 = config.is_gpt2();
   return {{N, C, HD + 2 * KD, dtype, gpt2 || config.qkv_bias, accumulate},
           {N, HD, C, dtype, gpt2, accumulate},
-          {N, C, gpt2 ? F : 2 * F, dtype, gpt2, accumulate, /*gelu_after=*/gpt2},
-          {N, F, C, dtype, gpt2, accumulate, /*gelu_after=*/false, /*gelu_before=*/gpt2},
+          {.N = N,
+           .I = C,
+           .O = gpt2 ? F : 2 * F,
+           .dtype = dtype,
+           .bias = gpt2,
+           .accumulate = accumulate,
+           .gelu_after = gpt2,
+           .swiglu_after = !gpt2},
+          {.N = N,
+           .I = F,
+           .O = C,
+           .dtype = dtype,
+           .bias = gpt2,
+           .accumulate = accumulate,
+           .gelu_before = gpt2,
+           .swiglu_before = !gpt2},
           {N, C, V, dtype, false, accumulate}};
 }
 

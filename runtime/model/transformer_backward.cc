@@ -94,8 +94,10 @@ Status TransformerImpl::recompute(const Pass& pass, int64_t l, const UnitWeights
   }
   KTG_RETURN_IF_ERROR(norm_forward({a.stream2, a.h2, a.mean2, a.rstd2}, block ? a.stream1 : nullptr,
                                    w.vector(at.norm2_w), w.vector(at.norm2_b), pass.N(), stream));
-  if (block) KTG_RETURN_IF_ERROR(up_forward(pass, w, a, stream));
-  return config_.is_gpt2() ? ok_status() : swiglu_forward(pass, a, stream);
+  if (block) return up_forward(pass, w, a, stream);
+  if (config_.is_gpt2()) return ok_status();
+  return stream.launched(k_.activation->swiglu_forward(a.act, a.up, pass.N(), F(), options_.dtype, stream.handle()),
+                         "activation.forward");
 }
 
 // d_stream enters as the gradient of the block's output and leaves as that of its input.
@@ -126,11 +128,12 @@ Status TransformerImpl::feed_forward_backward(const Pass& pass, const UnitWeight
                         "down.backward_input"));
     return linear_backward(a_.d_branch, a_.d_act, a.h2, up, w, g, N, stream);
   }
-  KTG_RETURN_IF_ERROR(linear_backward(a_.d_act, a_.d_stream, a.act, down, w, g, N, stream));
+  KTG_RETURN_IF_ERROR(weight_backward(a_.d_stream, a.act, down, g, N, stream));
   // SwiGLU's gradient replaces its input, which nobody needs again.
   KTG_RETURN_IF_ERROR(
-      stream.launched(k_.activation->swiglu_backward(a.up, a_.d_act, a.up, N, F(), options_.dtype, stream.handle()),
-                      "activation.backward"));
+      stream.launched(k_.gemm->linear_swiglu_backward_input(a.up, a_.d_act, a_.d_stream, w.matrix(down.w), a.up, N, F(),
+                                                            C(), options_.dtype, stream.handle()),
+                      "down.backward_input"));
   return linear_backward(a_.d_branch, a.up, a.h2, up, w, g, N, stream);
 }
 

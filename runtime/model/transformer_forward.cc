@@ -133,28 +133,22 @@ Status TransformerImpl::whole_attention(const Pass& pass, LayerActivations& a, S
 Status TransformerImpl::feed_forward(const Pass& pass, const UnitWeights& w, LayerActivations& a, Stream& stream) {
   const BlockLayout& at = layout_.block;
   KTG_RETURN_IF_ERROR(up_forward(pass, w, a, stream));
-  if (!config_.is_gpt2()) KTG_RETURN_IF_ERROR(swiglu_forward(pass, a, stream));
   return stream.launched(k_.gemm->linear_forward(a_.branch, a.act, w.matrix(at.down_w), w.vector(at.down_b), pass.N(),
                                                  F(), C(), options_.dtype, stream.handle()),
                          "down.forward");
 }
 
-// GPT-2's GELU comes with the product.
+// GELU or SwiGLU comes with the product.
 Status TransformerImpl::up_forward(const Pass& pass, const UnitWeights& w, LayerActivations& a, Stream& stream) {
   const BlockLayout& at = layout_.block;
   const kernels::GemmKernels& k = *k_.gemm;
   const DType dtype = options_.dtype;
   const kernels::StreamHandle s = stream.handle();
-  return stream.launched(
-      config_.is_gpt2()
-          ? k.linear_gelu_forward(a.act, a.up, a.h2, w.matrix(at.up_w), w.vector(at.up_b), pass.N(), C(), F(), dtype, s)
-          : k.linear_forward(a.up, a.h2, w.matrix(at.up_w), w.vector(at.up_b), pass.N(), C(), UP(), dtype, s),
-      "up.forward");
-}
-
-Status TransformerImpl::swiglu_forward(const Pass& pass, LayerActivations& a, Stream& stream) {
-  return stream.launched(k_.activation->swiglu_forward(a.act, a.up, pass.N(), F(), options_.dtype, stream.handle()),
-                         "activation.forward");
+  return stream.launched(config_.is_gpt2() ? k.linear_gelu_forward(a.act, a.up, a.h2, w.matrix(at.up_w),
+                                                                   w.vector(at.up_b), pass.N(), C(), F(), dtype, s)
+                                           : k.linear_swiglu_forward(a.act, a.up, a.h2, w.matrix(at.up_w),
+                                                                     w.vector(at.up_b), pass.N(), C(), F(), dtype, s),
+                         "up.forward");
 }
 
 Status TransformerImpl::final_norm(const Pass& pass, const UnitWeights& w, Stream& stream) {

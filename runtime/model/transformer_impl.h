@@ -69,7 +69,6 @@ class TransformerImpl final : public Transformer {
   Status whole_attention(const Pass& pass, LayerActivations& a, Stream& stream);
   Status feed_forward(const Pass& pass, const UnitWeights& w, LayerActivations& a, Stream& stream);
   Status up_forward(const Pass& pass, const UnitWeights& w, LayerActivations& a, Stream& stream);
-  Status swiglu_forward(const Pass& pass, LayerActivations& a, Stream& stream);
   Status final_norm(const Pass& pass, const UnitWeights& w, Stream& stream);
   Status logits_of(void* logits, const void* h, int64_t N, const UnitWeights& head, UnitAccess& access, Stream& stream);
   // A decode step in few launches, where the kernels have them.

@@ -37,6 +37,7 @@ constexpr Rule kRules[] = {
     {"cutlass", KernelFamily::kGemm},
     {"cublas", KernelFamily::kGemm},
     {"splitk", KernelFamily::kGemm},
+    {"swiglu_linear", KernelFamily::kGemm},  // with the product in front of it or behind it
     {"swiglu", KernelFamily::kActivation},
     {"gelu", KernelFamily::kActivation},
     {"activation", KernelFamily::kActivation},
