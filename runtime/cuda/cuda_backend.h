@@ -36,7 +36,7 @@ struct CudaSizes {
 };
 CudaSizes cuda_sizes();
 
-// kFailedPrecondition: no such device, or one older than compute capability 9.0 (both numbers named).
+// kFailedPrecondition: no such device, or one that this build has no code for (which GPU, what the build holds).
 Result<std::unique_ptr<Backend>> create_cuda_backend(const CudaBackendOptions& options);
 
 }  // namespace kintsugi::runtime
