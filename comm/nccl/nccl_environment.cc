@@ -5,7 +5,9 @@
 namespace kintsugi::comm {
 
 std::vector<EnvironmentEntry> nccl_environment(const CommConfig& config, const NcclPlace& place) {
-  std::vector<EnvironmentEntry> entries;
+  // Sums in the NVLink switch have other bits from call to call, and in a communicator that was made after others, as a
+  // recovery's is (NVIDIA/nccl issues 1497, 2360): off, unless the user has set it.
+  std::vector<EnvironmentEntry> entries = {{"NCCL_NVLS_ENABLE", "0"}};
   if (place.shares_gpu()) {
     entries = {{"NCCL_HOSTID", "kintsugi-rank-" + std::to_string(place.rank)},
                {"NCCL_SOCKET_IFNAME", "lo"},

@@ -15,9 +15,13 @@ const EnvironmentEntry* find(const std::vector<EnvironmentEntry>& entries, const
   return at == entries.end() ? nullptr : &*at;
 }
 
-TEST(NcclEnvironmentTest, ARankWithAGpuOfItsOwnIsLeftAlone) {
+TEST(NcclEnvironmentTest, ARankWithAGpuOfItsOwnOnlyDoesWithoutSumsInTheSwitchUnlessTheUserWantsThem) {
   const NcclPlace place{.rank = 3, .ranks_on_host = 4, .gpus_on_host = 4};
-  EXPECT_TRUE(nccl_environment({}, place).empty());
+  const auto entries = nccl_environment({}, place);
+  ASSERT_EQ(entries.size(), 1u);
+  EXPECT_EQ(entries[0].name, "NCCL_NVLS_ENABLE");
+  EXPECT_EQ(entries[0].value, "0");
+  EXPECT_FALSE(entries[0].overrides);
   EXPECT_EQ(warning_of(place), "");
 }
 
@@ -42,7 +46,7 @@ TEST(NcclEnvironmentTest, TheConfigurationsWordGoesBeforeTheEnvironments) {
   EXPECT_EQ(find(entries, "NCCL_ALGO")->value, "allreduce:tree");
   EXPECT_EQ(find(entries, "NCCL_PROTO")->value, "simple");
   EXPECT_EQ(find(entries, "NCCL_BUFFSIZE")->value, "1048576");
-  for (const EnvironmentEntry& e : entries) EXPECT_TRUE(e.overrides) << e.name;
+  for (const EnvironmentEntry& e : entries) EXPECT_EQ(e.overrides, e.name != "NCCL_NVLS_ENABLE") << e.name;
 }
 
 TEST(NcclEnvironmentTest, SettingsThatNcclDoesNotKnowAreRefusedByName) {
