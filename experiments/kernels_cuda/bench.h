@@ -55,6 +55,8 @@ std::vector<Case> rowwise_cases();
 // Attention by its library at the training shapes, and by our plain kernels at one of them.
 std::vector<Case> attention_cases();
 std::vector<Case> bias_gradient_cases();
+// The products in front of SwiGLU and behind it, which compute it, too.
+std::vector<Case> swiglu_product_cases();
 
 // Prints and returns what building attention's graphs costs, and the scratch they want.
 nlohmann::json attention_builds();

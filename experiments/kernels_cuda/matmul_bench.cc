@@ -219,6 +219,33 @@ nlohmann::json bench_epilogues(Pool& pool, cudaStream_t stream) {
   return rows;
 }
 
+std::vector<Case> swiglu_product_cases() {
+  std::vector<Case> cases;
+  for (const ModelShape& m : kModels) {
+    const int64_t N = m.B * m.T, C = m.C, F = m.F;
+    const double operations = 2.0 * static_cast<double>(N) * static_cast<double>(C * F);
+    const std::string shape = std::string(m.name) + ", " + std::to_string(N) + " x " + std::to_string(C);
+    cases.push_back({"linear and swiglu forward", shape, 0, 2 * operations, [=](Pool& pool) -> Launch {
+                       void *y = pool.take(N * F * 2), *gate_up = pool.take(N * F * 4);
+                       const void *x = pool.take(N * C * 2), *w = pool.take(F * C * 4);
+                       return [=](cudaStream_t stream) {
+                         return kernels::cuda::gemm().linear_swiglu_forward(y, gate_up, x, w, nullptr, N, C, F,
+                                                                            DType::kBF16, stream);
+                       };
+                     }});
+    cases.push_back({"linear and swiglu backward", shape, 0, operations, [=](Pool& pool) -> Launch {
+                       void *d = pool.take(N * F * 4), *d_act = pool.take(N * F * 2);
+                       const void *dy = pool.take(N * C * 2), *w = pool.take(F * C * 2),
+                                  *gate_up = pool.take(N * F * 4);
+                       return [=](cudaStream_t stream) {
+                         return kernels::cuda::gemm().linear_swiglu_backward_input(d, d_act, dy, w, gate_up, N, F, C,
+                                                                                   DType::kBF16, stream);
+                       };
+                     }});
+  }
+  return cases;
+}
+
 std::vector<Case> attention_cases() {
   std::vector<Case> cases;
   for (const ModelShape& m : kModels) add_attention(cases, m, false);
