@@ -204,7 +204,7 @@ def measure(args: argparse.Namespace) -> dict:
     # Nobody dies in these: no spares, so that what they take of the machine does not count.
     steps = args.steps
     if not steps:
-        warm = Job(args, "pace", args.pace_steps, ["recovery.spares=0"])
+        warm = Job(args, "pace", args.pace_steps, ["recovery.spares=0", "lr_scheduler.warmup_steps=1"])
         warm.finish()
         # A kill needs its window, the mending, the step that follows, and the new spare's start behind training.
         seconds = args.settle + args.kills * (args.window / 2 + args.mend)
