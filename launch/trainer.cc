@@ -409,8 +409,10 @@ double TrainerImpl::lr(int64_t step) const {
   return runtime::learning_rate(config_.lr_scheduler, config_.optimizer.lr, step, config_.training.horizon());
 }
 
+// A lost device is lost in a generation that is over, too: whoever took it for a survivor would go on with what an
+// update left half done.
 Status TrainerImpl::explained(const Status& status) const {
-  if (status.ok() || !stop_.requested()) return status;
+  if (status.ok() || status.code() == StatusCode::kDeviceLost || !stop_.requested()) return status;
   return aborted(fmt::format("generation {} is over: {}", generation_, status.message()));
 }
 

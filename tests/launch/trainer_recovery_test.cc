@@ -114,6 +114,18 @@ TEST_F(TrainerRecoveryTest, TwoDeathsAtOnceAreMendedAlike) {
   run_and_compare("two at once");
 }
 
+// A device that is lost when its generation is over already must not pass for a survivor with half an update.
+TEST_F(TrainerRecoveryTest, ADeathInAGenerationThatIsOverIsADeath) {
+  kill(0, 2, "mid-update");
+  kill(2, 2, "after-vote");
+  TrainingJob job(config_, kRanks);
+  job.die_second(0);
+  const TrainingJob::Outcome got = job.run();
+  EXPECT_EQ(got.sha256(), undisturbed().sha256());
+  ASSERT_EQ(got.verdicts.size(), 2u);
+  EXPECT_EQ(got.verdicts[1].joining_ranks, 0b101u);
+}
+
 TEST_F(TrainerRecoveryTest, WithoutSurvivorsTheNewestCheckpointIsLoadedOrTheJobBeginsAgain) {
   const std::string want = finished_job(config_, 1).sha256();
   kill(0, 2, "forward");

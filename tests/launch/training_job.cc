@@ -171,7 +171,17 @@ WorkerEnvironment TrainingJob::environment(int rank) {
   environment.link = links_[rank].get();
   environment.heap = heaps_[rank].get();
   environment.out_dir = out_dir_;
-  environment.die = [] { return device_lost("struck by the fault plan"); };
+  environment.die = [this, rank] {
+    std::unique_lock lock(mutex_);
+    if (rank == dies_second_) {
+      second_is_dying_ = true;
+      changed_.notify_all();
+      changed_.wait(lock, [&] { return stop_word_ > verdict_.generation; });
+    } else {
+      changed_.wait(lock, [&] { return dies_second_ < 0 || second_is_dying_; });
+    }
+    return device_lost("struck by the fault plan");
+  };
   environment.create_communicators = [this, rank](const comm::Membership& membership,
                                                   std::span<const comm::Group> groups, StopToken stop) {
     std::shared_ptr<LocalWorld> world;

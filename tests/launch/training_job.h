@@ -56,6 +56,9 @@ class TrainingJob {
   void resume_from(const std::string& step_dir, int64_t step) { resume_ = {.step = step, .dir = step_dir}; }
   // From here on stop_requested() is true on this rank, once it has begun `step`.
   void request_stop(int rank, int64_t step) { stop_rank_ = rank, stop_step_ = step; }
+  // Deaths of other ranks wait for one of this rank's to begin, which ends after one of theirs has stopped the
+  // generation.
+  void die_second(int rank) { dies_second_ = rank; }
   Outcome run();
 
  private:
@@ -72,7 +75,7 @@ class TrainingJob {
   const int world_size_;
   std::string checkpoint_dir_, out_dir_;
   CheckpointRef resume_;
-  int stop_rank_ = -1;
+  int stop_rank_ = -1, dies_second_ = -1;
   int64_t stop_step_ = 0;
 
   std::mutex mutex_;
@@ -85,6 +88,7 @@ class TrainingJob {
   std::vector<std::unique_ptr<Link>> links_;
   std::vector<bool> waiting_, finished_;
   std::vector<bool> claimed_;
+  bool second_is_dying_ = false;
   std::map<int64_t, std::map<int, std::vector<float>>> snapshots_;
   Outcome outcome_;
 };
