@@ -20,6 +20,7 @@
 #include "runtime/base/deadline.h"
 #include "runtime/cuda/cuda_backend.h"
 #include "runtime/decode/engine.h"
+#include "runtime/model/model_weights.h"
 
 namespace kintsugi::runtime {
 namespace {
@@ -49,8 +50,7 @@ ModelConfig config_of(const std::string& shape) {
 // Random weights on the device: normal numbers of the model's size, one block of 4 Mi of them again and again.
 struct DeviceWeights {
   ParamTable params;
-  Buffer master, compute;
-  std::unique_ptr<FlatUnitAccess> access;
+  ModelWeights parts;
 };
 
 Status fill_random(DeviceWeights& w, const ModelConfig& config, Backend& backend, Stream& stream) {
@@ -61,12 +61,13 @@ Status fill_random(DeviceWeights& w, const ModelConfig& config, Backend& backend
   const int64_t length = w.params.total_length(), block_length = static_cast<int64_t>(block.size());
   for (int64_t at = 0; at < length; at += block_length) {
     KTG_RETURN_IF_ERROR(
-        backend.copy(w.master.as<float>() + at, block.data(), std::min(block_length, length - at) * 4, stream));
+        backend.copy(w.parts.master.as<float>() + at, block.data(), std::min(block_length, length - at) * 4, stream));
   }
   for (const TensorInfo& tensor : w.params.tensors()) {
     if (tensor.matrix) continue;
     const std::vector<float> ones(static_cast<size_t>(tensor.numel), tensor.init == Init::kZero ? 0.0f : 1.0f);
-    KTG_RETURN_IF_ERROR(backend.copy(w.master.as<float>() + tensor.offset, ones.data(), tensor.numel * 4, stream));
+    KTG_RETURN_IF_ERROR(
+        backend.copy(w.parts.master.as<float>() + tensor.offset, ones.data(), tensor.numel * 4, stream));
     KTG_RETURN_IF_ERROR(stream.synchronize(Deadline::never()));
   }
   return stream.synchronize(Deadline::never());
@@ -75,20 +76,10 @@ Status fill_random(DeviceWeights& w, const ModelConfig& config, Backend& backend
 Result<std::unique_ptr<DeviceWeights>> make_weights(const ModelConfig& config, DType dtype, Backend& backend) {
   auto w = std::make_unique<DeviceWeights>();
   w->params = ParamTable::build(config);
-  const int64_t length = w->params.total_length();
+  KTG_ASSIGN_OR_RETURN(w->parts, ModelWeights::allocate(w->params, dtype, backend));
   KTG_ASSIGN_OR_RETURN(const std::unique_ptr<Stream> stream, backend.create_stream());
-  KTG_ASSIGN_OR_RETURN(w->master, backend.allocate(length * 4, "weights"));
   KTG_RETURN_IF_ERROR(fill_random(*w, config, backend, *stream));
-  const void* compute = w->master.data();
-  if (dtype == DType::kBF16) {
-    KTG_ASSIGN_OR_RETURN(w->compute, backend.allocate(length * 2, "weights in bf16"));
-    KTG_RETURN_IF_ERROR(stream->launched(
-        backend.kernels().reduce->convert(w->compute.data(), w->master.as<float>(), length, dtype, stream->handle()),
-        "weights to bf16"));
-    compute = w->compute.data();
-  }
-  KTG_RETURN_IF_ERROR(stream->synchronize(Deadline::never()));
-  w->access = std::make_unique<FlatUnitAccess>(w->params, w->master.as<float>(), compute, nullptr, dtype);
+  KTG_RETURN_IF_ERROR(w->parts.changed(backend, *stream));
   return w;
 }
 
@@ -125,7 +116,7 @@ Result<double> decode_ms(const Options& o, const ModelConfig& config, Backend& b
                                                                              .max_batch = o.batch,
                                                                              .max_context = o.context + new_tokens,
                                                                              .use_graphs = !o.no_graphs},
-                                                                            backend, *w.access));
+                                                                            backend, *w.parts.access));
   for (int64_t s = 0; s < o.batch; ++s) {
     Request request{.prompt = random_prompt(o.context, config.vocab_size, static_cast<uint32_t>(s)),
                     .max_new_tokens = new_tokens,
@@ -159,9 +150,9 @@ Result<double> prompt_ms(Engine& engine, int64_t T, const ModelConfig& config, u
 }
 
 Result<double> prefill_ms(const Options& o, const ModelConfig& config, Backend& backend, DeviceWeights& w) {
-  KTG_ASSIGN_OR_RETURN(
-      const std::unique_ptr<Engine> engine,
-      Engine::create(config, {.dtype = DType::kBF16, .max_batch = 1, .max_context = o.prefill}, backend, *w.access));
+  KTG_ASSIGN_OR_RETURN(const std::unique_ptr<Engine> engine,
+                       Engine::create(config, {.dtype = DType::kBF16, .max_batch = 1, .max_context = o.prefill},
+                                      backend, *w.parts.access));
   std::vector<double> times;
   for (uint32_t run = 0; run < 9; ++run) {
     KTG_ASSIGN_OR_RETURN(const double ms, prompt_ms(*engine, o.prefill, config, run));
@@ -225,7 +216,7 @@ Status check(const Options& o) {
     const ModelConfig config = config_of(shape);
     KTG_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceWeights> w, make_weights(config, DType::kF32, *backend));
     std::vector<float> weights(static_cast<size_t>(w->params.total_length()));
-    KTG_RETURN_IF_ERROR(backend->copy(weights.data(), w->master.data(), w->params.total_length() * 4, *stream));
+    KTG_RETURN_IF_ERROR(backend->copy(weights.data(), w->parts.master.data(), w->params.total_length() * 4, *stream));
     KTG_RETURN_IF_ERROR(stream->synchronize(Deadline::never()));
     const std::string raw = o.check + "." + shape + ".f32";
     std::FILE* raw_file = std::fopen(raw.c_str(), "w");
@@ -234,7 +225,7 @@ Status check(const Options& o) {
     if (std::fclose(raw_file) != 0 || written != weights.size()) return invalid_argument(raw + ": not written");
 
     KTG_ASSIGN_OR_RETURN(const std::unique_ptr<Engine> engine,
-                         Engine::create(config, {.dtype = DType::kF32, .max_batch = 3}, *backend, *w->access));
+                         Engine::create(config, {.dtype = DType::kF32, .max_batch = 3}, *backend, *w->parts.access));
     nlohmann::ordered_json line{{"shape", shape},
                                 {"weights", raw},
                                 {"layers", config.num_layers},

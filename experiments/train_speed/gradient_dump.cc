@@ -16,6 +16,7 @@
 #include "runtime/base/file_system.h"
 #include "runtime/base/philox.h"
 #include "runtime/cuda/cuda_backend.h"
+#include "runtime/model/model_weights.h"
 #include "runtime/model/transformer.h"
 
 namespace kintsugi {
@@ -74,17 +75,12 @@ Status dump(const launch::RunConfig& config, const std::string& dir) {
   const int64_t n = table.total_length(), bytes = n * static_cast<int64_t>(sizeof(float));
   std::vector<float> weights(static_cast<size_t>(n)), gradients(weights.size());
   runtime::init_parameters(weights.data(), table, static_cast<uint64_t>(config.training.seed), 0, n);
-  KTG_ASSIGN_OR_RETURN(const Buffer master, backend->allocate(bytes, "weights"));
-  KTG_ASSIGN_OR_RETURN(const Buffer compute, backend->allocate(bytes, "compute copy"));
+  KTG_ASSIGN_OR_RETURN(runtime::ModelWeights on_device,
+                       runtime::ModelWeights::allocate(table, config.dtype(), *backend));
   KTG_ASSIGN_OR_RETURN(const Buffer gradient, backend->allocate(bytes, "gradients"));
-  KTG_RETURN_IF_ERROR(backend->copy(master.data(), weights.data(), bytes, *stream));
+  KTG_RETURN_IF_ERROR(backend->copy(on_device.master.data(), weights.data(), bytes, *stream));
   KTG_RETURN_IF_ERROR(backend->zero(gradient.data(), bytes, *stream));
-  const bool fp32 = config.dtype() == kernels::DType::kF32;
-  if (!fp32) {
-    KTG_RETURN_IF_ERROR(stream->launched(
-        backend->kernels().reduce->convert(compute.data(), master.as<float>(), n, config.dtype(), stream->handle()),
-        "convert"));
-  }
+  KTG_RETURN_IF_ERROR(on_device.changed(*backend, *stream));
 
   // Memory that host and kernels both see: nothing here is timed.
   const Batch batch = random_batch(config);
@@ -94,7 +90,9 @@ Status dump(const launch::RunConfig& config, const std::string& dir) {
   std::memcpy(ids.data(), batch.inputs.data(), ids_bytes);
   std::memcpy(ids.as<int32_t>() + B * T, batch.targets.data(), ids_bytes);
   *sums.as<runtime::LossSums>() = {.loss = std::nan(""), .num_tokens = -1};
-  runtime::FlatUnitAccess access(table, master.as<float>(), fp32 ? master.data() : compute.data(), gradient.as<float>(),
+  const void* const read_by_kernels =
+      config.dtype() == kernels::DType::kF32 ? on_device.master.data() : on_device.compute.data();
+  runtime::FlatUnitAccess access(table, on_device.master.as<float>(), read_by_kernels, gradient.as<float>(),
                                  config.dtype());
   KTG_RETURN_IF_ERROR(
       model->forward_backward({.inputs = ids.as<int32_t>(), .targets = ids.as<int32_t>() + B * T, .B = B, .T = T},

@@ -14,6 +14,7 @@
 #include "kernels/cuda/async_copy.cuh"
 #include "kernels/cuda/decode_norm.cuh"
 #include "kernels/cuda/gemv.h"
+#include "kernels/cuda/gemv_small.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/mma.cuh"
 #include "kernels/gemm.h"
@@ -21,30 +22,16 @@
 namespace kintsugi::kernels::cuda {
 namespace {
 
-constexpr int kWarps = 8;
-constexpr int kThreads = 32 * kWarps;
-static_assert(kThreads == kNormThreads);
-constexpr int kStep = 128;                   // columns of I that a warp takes at a time
+constexpr int kWarps = kGemvWarps, kThreads = kGemvThreads, kStep = kGemvStep;
 constexpr int kPiecesOfLane = 8;             // in a stage: 16 bytes each
 constexpr int64_t kAloneBytes = 115 * 1024;  // of shared memory: no two such blocks on a multiprocessor
 constexpr int64_t kMaxNormRows = 4;          // more rows are normalised by a kernel of their own
 constexpr int64_t kMaxNormSharedBytes = 40 * 1024;
-
-struct GemvArguments {
-  __nv_bfloat16* y;
-  const __nv_bfloat16* x;
-  const __nv_bfloat16* w;
-  const float* bias;
-  int N, I, O;
-  int tiles;
-  DecodeNormArguments norm;  // where x comes from it
-};
-
-__device__ inline float rounded(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
+constexpr int kSmallSide = 1024;  // I or O of a product in gemv_small.cuh's form
 
 //   kNTiles: N <= 8 kNTiles. kMTiles: 16 kMTiles rows of w a tile.
 //   kNorm: x is the norm's output, made by each block for itself (N <= kMaxNormRows).
-//   kSwiglu: the tile's upper half are rows of the gate, its lower half the rows of `up` that belong to them.
+//   kSwiglu: as row_of_tile().
 template <int kNTiles, int kMTiles, bool kNorm, bool kSwiglu>
 class Gemv {
  public:
@@ -97,15 +84,6 @@ class Gemv {
   __device__ int column(int j) const {
     return (j / kParts * kWarps + warp_) * kStep + j % kParts * (32 * kPieces) + 8 * c_;
   }
-  // Row of w of group `i` of a tile; past the end the last one, whose sums are dropped.
-  __device__ int64_t row(int tile, int i) const {
-    if constexpr (kSwiglu) {
-      const int o = min(tile * kOutputs + 8 * (i % kMTiles) + r_, a_.O - 1);
-      return i < kMTiles ? o : o + a_.O;
-    } else {
-      return min(tile * kRows + 8 * i + r_, a_.O - 1);
-    }
-  }
   // Puts the next part of w, of this tile or a later one, into the queue: each lane what it will itself use, so that
   // the queue needs no barrier. Nothing when the block's tiles are through.
   __device__ void request() {
@@ -114,7 +92,7 @@ class Gemv {
       uint4* const to = queue_ + in_ * (kThreads * kPiecesOfLane);
 #pragma unroll
       for (int i = 0; i < kGroups; ++i) {
-        const __nv_bfloat16* const from = a_.w + row(ahead_tile_, i) * a_.I + k0;
+        const __nv_bfloat16* const from = a_.w + row_of_tile<kMTiles, kSwiglu>(a_, ahead_tile_, i, r_) * a_.I + k0;
 #pragma unroll
         for (int p = 0; p < kPieces; ++p) {
           const bool exists = k0 + 32 * p < a_.I;
@@ -203,15 +181,7 @@ class Gemv {
     for (int i = static_cast<int>(threadIdx.x); i < kOutputs * a_.N; i += kThreads) {
       const int row = i % kOutputs, n = i / kOutputs, o = tile * kOutputs + row;
       if (o >= a_.O) continue;
-      float y = sum(n, row);
-      if (a_.bias != nullptr) y += a_.bias[o];
-      if constexpr (kSwiglu) {
-        float up = sum(n, row + kRows / 2);
-        if (a_.bias != nullptr) up += a_.bias[o + a_.O];
-        const float gate = rounded(y);  // as when the product is a launch of its own
-        y = gate / (1.0f + expf(-gate)) * rounded(up);
-      }
-      a_.y[static_cast<int64_t>(n) * a_.O + o] = __float2bfloat16_rn(y);
+      put_output<kSwiglu>(a_, n, o, sum(n, row), kSwiglu ? sum(n, row + kRows / 2) : 0.0f);
     }
     if constexpr (kTurns > 1) {
       turn_ ^= 1;
@@ -270,8 +240,42 @@ KernelError launch(GemvArguments a, StreamHandle stream) {
                            static_cast<cudaStream_t>(stream), shared_bytes, a);
 }
 
+// Tiles that a block of a product has at most.
+int tiles_of_block(int tiles) { return (tiles + multiprocessors() - 1) / multiprocessors(); }
+
+template <int kParts, int kTiles, bool kNorm, bool kSwiglu>
+KernelError launch_small(const GemvArguments& a, StreamHandle stream) {
+  using Work = SmallGemv<kParts, kTiles, kNorm, kSwiglu>;
+  static constexpr auto kKernel = small_gemv_kernel<kParts, kTiles, kNorm, kSwiglu>;
+  static const cudaError_t allowed = allow_shared_memory(
+      kKernel, std::max<int64_t>(Work::kStages * Work::kStageBytes + (kNorm ? kMaxNormSharedBytes : 0), kAloneBytes));
+  if (allowed != cudaSuccess) return allowed;
+  const int64_t needed = int64_t{tiles_of_block(a.tiles)} * kParts * Work::kStageBytes +
+                         (kNorm ? static_cast<int64_t>(a.N) * (a.I + 8) * 2 : 0);
+  const int64_t shared_bytes = needed;
+  return launch_overlapped(kKernel, dim3(static_cast<unsigned>(std::min(a.tiles, multiprocessors()))), dim3(kThreads),
+                           static_cast<cudaStream_t>(stream), shared_bytes, a);
+}
+
+// Launches gemv_small.cuh's form where that is the faster one (decode_gpu's README): all of a block's weights lie in
+// shared memory, and so do those of other products of its size. False where it does not apply.
+template <bool kNorm, bool kSwiglu>
+bool launch_small(KernelError* error, GemvArguments a, StreamHandle stream) {
+  using Work = SmallGemv<1, 3, kNorm, kSwiglu>;
+  if (a.N > kMaxNormRows || std::min(a.I, a.O) > kSmallSide) return false;
+  a.tiles = (a.O + Work::kOutputs - 1) / Work::kOutputs;
+  const int parts = (a.I + Work::kPartColumns - 1) / Work::kPartColumns;
+  if (parts * tiles_of_block(a.tiles) > Work::kStages) return false;
+  if (parts == 1) *error = launch_small<1, 3, kNorm, kSwiglu>(a, stream);
+  if (parts == 2) *error = launch_small<2, 1, kNorm, kSwiglu>(a, stream);
+  if (parts == 3) *error = launch_small<3, 1, kNorm, kSwiglu>(a, stream);
+  return true;
+}
+
 template <bool kSwiglu>
 KernelError launch_plain(const GemvArguments& a, StreamHandle stream) {
+  KernelError error = kKernelOk;
+  if (launch_small<false, kSwiglu>(&error, a, stream)) return error;
   if (a.N <= 8) return launch<1, 1, false, kSwiglu>(a, stream);
   return a.N <= 16 ? launch<2, 2, false, kSwiglu>(a, stream) : launch<4, 2, false, kSwiglu>(a, stream);
 }
@@ -335,6 +339,10 @@ KernelError norm_gemv(void* y, const DecodeNorm& norm, const void* w, const floa
                            .weights = norm.weights,
                            .eps = norm.eps}};
   if (N <= kMaxNormRows && N * (C + 8) * 2 <= kMaxNormSharedBytes) {
+    KernelError error = kKernelOk;
+    if (swiglu ? launch_small<true, true>(&error, a, stream) : launch_small<true, false>(&error, a, stream)) {
+      return error;
+    }
     return swiglu ? launch<1, 1, true, true>(a, stream) : launch<1, 1, true, false>(a, stream);
   }
   static const cudaError_t allowed = allow_shared_memory(decode_norm_kernel, 2 * kMaxNormWidth);

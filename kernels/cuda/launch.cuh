@@ -26,20 +26,29 @@ cudaError_t allow_shared_memory(void (*kernel)(Parameters...), int64_t dynamic_b
   return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
 }
 
+// cluster: blocks of x that form one; 1: none do.
 template <class... Parameters, class... Arguments>
-cudaError_t launch_overlapped(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream,
-                              int64_t dynamic_shared_bytes, Arguments... arguments) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+cudaError_t launch_overlapped_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 block, unsigned cluster,
+                                       cudaStream_t stream, int64_t dynamic_shared_bytes, Arguments... arguments) {
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {.x = cluster, .y = 1, .z = 1};
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = static_cast<size_t>(dynamic_shared_bytes);
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = cluster > 1 ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t launch_overlapped(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream,
+                              int64_t dynamic_shared_bytes, Arguments... arguments) {
+  return launch_overlapped_clusters(kernel, grid, block, 1, stream, dynamic_shared_bytes, arguments...);
 }
 
 }  // namespace kintsugi::kernels::cuda

@@ -16,6 +16,7 @@ constexpr int64_t kMaxHeadSize = 256;
 constexpr int64_t kFewSequences = 16;
 constexpr int64_t kBlocksForOneSequence = 128;
 constexpr int64_t kFewPositions = 128, kManyPositions = 2048;  // of a split
+constexpr int64_t kMostClusterPositions = 256;                 // of one that is a cluster's block
 constexpr int64_t kMostPartsOfMany = 512;                      // splits of all sequences together
 
 // Steps of more sequences have work enough in each launch.
@@ -38,8 +39,22 @@ int64_t most_splits(const PagedShape& s) {
   return std::clamp<int64_t>((kBlocksForOneSequence + groups - 1) / groups, 1, kMaxSplits);
 }
 
-int64_t num_splits(const PagedShape& s) {
-  const int64_t context = s.block_table_width * s.kv_block_tokens, positions = split_positions(s);
+int64_t context_of(const PagedShape& s) { return s.block_table_width * s.kv_block_tokens; }
+
+// Whether a sequence's splits are the blocks of a cluster: where as many as that may have are short enough.
+bool in_cluster(const PagedShape& s, DType dtype) {
+  const int64_t context = context_of(s);
+  return dtype == DType::kBF16 && s.S <= kFewSequences && context > kFewPositions &&
+         context <= kMaxClusterSplits * kMostClusterPositions;
+}
+
+int64_t num_splits(const PagedShape& s, DType dtype) {
+  const int64_t context = context_of(s), positions = split_positions(s);
+  if (in_cluster(s, dtype)) {
+    int64_t splits = 2;
+    while (splits < kMaxClusterSplits && splits * kFewPositions < context) splits *= 2;
+    return splits;
+  }
   return std::clamp<int64_t>((context + positions - 1) / positions, 1, most_splits(s));
 }
 
@@ -55,7 +70,8 @@ bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
 bool fits(const void* q, const void* k_cache, const void* v_cache, const PagedShape& s, DType dtype) {
   if (s.D < 8 || s.D > kMaxHeadSize || s.D % 8 != 0 || s.K < 1 || s.H % s.K != 0 || s.kv_block_tokens < 1) return false;
-  if (s.S * num_splits(s) > INT32_MAX || s.block_table_width > INT32_MAX || s.K * head_groups(s) > 65535) return false;
+  if (s.S * num_splits(s, dtype) > INT32_MAX || s.block_table_width > INT32_MAX || s.K * head_groups(s) > 65535)
+    return false;
   if (dtype == DType::kF32) return true;
   return aligned(q) && aligned(k_cache) && aligned(v_cache) && s.q_stride % 8 == 0;
 }
@@ -63,13 +79,15 @@ bool fits(const void* q, const void* k_cache, const void* v_cache, const PagedSh
 struct Launch {
   PagedArguments arguments{};
   dim3 grid;
+  unsigned cluster = 1;  // blocks of x in one
 };
 
 KernelError prepare(Launch* launch, void* o, const void* q, const void* k_cache, const void* v_cache,
                     const int32_t* block_tables, const int32_t* context_lens, const PagedShape& s, DType dtype,
                     void* workspace) {
   if (!fits(q, k_cache, v_cache, s, dtype)) return cudaErrorInvalidValue;
-  const int64_t splits = num_splits(s);
+  const int64_t splits = num_splits(s, dtype);
+  launch->cluster = in_cluster(s, dtype) ? static_cast<unsigned>(splits) : 1;
   if (splits > 1 && workspace == nullptr) return cudaErrorInvalidValue;
   PagedArguments& a = launch->arguments;
   a.o = o;
@@ -99,17 +117,23 @@ KernelError prepare(Launch* launch, void* o, const void* q, const void* k_cache,
 
 KernelError run(const Launch& launch, void (*kernel)(PagedArguments), int64_t dynamic_shared_bytes,
                 StreamHandle stream) {
-  return launch_overlapped(kernel, launch.grid, dim3(kDecodeThreads), static_cast<cudaStream_t>(stream),
-                           dynamic_shared_bytes, launch.arguments);
+  return launch_overlapped_clusters(kernel, launch.grid, dim3(kDecodeThreads), launch.cluster,
+                                    static_cast<cudaStream_t>(stream), dynamic_shared_bytes, launch.arguments);
+}
+
+template <int kChunks, bool kRotate, bool kCluster>
+KernelError run_bf16(const Launch& launch, StreamHandle stream) {
+  constexpr int kBytes = TileQueue<kChunks>::kBlockBytes;
+  static_assert(kBytes >= sizeof(DecodeShared<64 * kChunks>));
+  static constexpr auto kKernel = paged_decode_bf16_kernel<kChunks, kRotate, kCluster>;
+  static const cudaError_t allowed = allow_shared_memory(kKernel, kBytes);
+  return allowed != cudaSuccess ? allowed : run(launch, kKernel, kBytes, stream);
 }
 
 template <int kChunks, bool kRotate>
 KernelError run_bf16(const Launch& launch, StreamHandle stream) {
-  constexpr int kBytes = TileQueue<kChunks>::kBlockBytes;
-  static_assert(kBytes >= sizeof(DecodeShared<64 * kChunks>));
-  static constexpr auto kKernel = paged_decode_bf16_kernel<kChunks, kRotate>;
-  static const cudaError_t allowed = allow_shared_memory(kKernel, kBytes);
-  return allowed != cudaSuccess ? allowed : run(launch, kKernel, kBytes, stream);
+  return launch.cluster > 1 ? run_bf16<kChunks, kRotate, true>(launch, stream)
+                            : run_bf16<kChunks, kRotate, false>(launch, stream);
 }
 
 template <bool kRotate>

@@ -12,6 +12,7 @@
 #include "kernels/cuda/async_copy.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/mma.cuh"
+#include "kernels/cuda/paged_decode_cluster.cuh"
 #include "kernels/cuda/paged_decode_item.cuh"
 #include "kernels/cuda/paged_decode_rotation.cuh"
 
@@ -35,11 +36,13 @@ class TileQueue {
         lane_(static_cast<int>(threadIdx.x) % 32),
         mine_(memory + static_cast<int>(threadIdx.x) / 32 * (kStages * kPieces * 32) + lane_) {}
 
+  // The kv_block of this lane's position of the tile.
+  __device__ int look_up(int tile) const { return kv_block_of(a_, item_, tile + lane_ % kTile); }
   // Requests the tile, which may lie past the end. One call a stage, in turn.
-  __device__ void request(int tile) {
+  __device__ void request(int tile, int kv_block) {
     if (tile < item_.end) {
       const int r = lane_ / 4, c = lane_ % 4, position = tile + lane_ % kTile;
-      const int64_t row = position < item_.end && position != skip_ ? row_of(a_, item_, position) : -1;
+      const int64_t row = position < item_.end && position != skip_ ? row_of(a_, item_, position, kv_block) : -1;
       uint4* const to = mine_ + in_ * (kPieces * 32);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -60,9 +63,9 @@ class TileQueue {
     in_ = in_ + 1 == kStages ? 0 : in_ + 1;
   }
 
-  // Waits for the oldest tile, with kStages - 1 requested.
+  // Waits for the oldest tile, with kStages requested. Its stage is free then.
   __device__ void take(uint4 (&k)[2][2 * kChunks], uint4 (&v)[4][kChunks]) {
-    wait_async_groups<kStages - 2>();
+    wait_async_groups<kStages - 1>();
     const uint4* const from = mine_ + out_ * (kPieces * 32);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -188,31 +191,37 @@ class AttentionState {
 };
 
 // bf16 on the tensor cores.
-//   kChunks: D <= 64 kChunks. kRotate: q, k and v of the new token are raw (a.rotation).
-template <int kChunks, bool kRotate>
+//   kChunks: D <= 64 kChunks. kRotate: q, k and v of the new token are raw (a.rotation). kCluster: the splits of a
+//   sequence are the blocks of a cluster.
+template <int kChunks, bool kRotate, bool kCluster>
 __global__ void __launch_bounds__(kDecodeThreads) paged_decode_bf16_kernel(const PagedArguments a) {
   using Queue = TileQueue<kChunks>;
+  constexpr int kStages = Queue::kStages;
   extern __shared__ uint4 memory[];  // of the queues, then of what the warps leave
   __shared__ RotatedRows<kRotate ? 64 * kChunks : 8> rows;
   allow_next();
+  if constexpr (kCluster) tell_cluster_of_begin();
   if constexpr (!kRotate) wait_for_previous();
-  const DecodeItem item(a);
-  if (item.split >= item.active) return;
+  const DecodeItem item(a, kCluster, kRotate);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, r = lane / 4,
             c = lane % 4;
   const uint4 zero = make_uint4(0, 0, 0, 0);
 
-  const bool writes = kRotate && writes_new_token(a, item);
+  const bool writes = kRotate && writes_new_token(item);
   const int new_token = writes ? item.length - 1 : -1, first = item.begin + warp * kTile;
   Queue queue(memory, a, item, new_token);
+  int kv_blocks[kStages];
 #pragma unroll
-  for (int i = 0; i < Queue::kStages - 1; ++i) queue.request(first + i * kSplitUnit);
+  for (int i = 0; i < kStages; ++i) kv_blocks[i] = queue.look_up(first + i * item.step);
+  if (!kCluster && item.split >= item.active) return;
+#pragma unroll
+  for (int i = 0; i < kStages; ++i) queue.request(first + i * item.step, kv_blocks[i]);
 
   uint4 q[2 * kChunks];
   const __nv_bfloat16* q_row = static_cast<const __nv_bfloat16*>(a.q) + item.sequence * a.q_stride +
                                static_cast<int64_t>(item.first_head + r) * a.D;
   if constexpr (kRotate) {
-    const RotationOfLane<64 * kChunks> rotation(a.rotation, item.sequence, a.D);
+    const RotationOfLane<64 * kChunks> rotation(a.rotation, item.position, a.D);
     wait_for_previous();  // for q, k and v of the new token; the rest has been there for long
     rotate_rows(rows, rotation, a, item, writes);
     q_row = rows.q[r];
@@ -224,10 +233,11 @@ __global__ void __launch_bounds__(kDecodeThreads) paged_decode_bf16_kernel(const
   }
 
   AttentionState<kChunks> state;
-  for (int tile = first; tile < item.end; tile += kSplitUnit) {
+  for (int tile = first; tile < item.end; tile += item.step) {
     uint4 k[2][2 * kChunks], v[4][kChunks];
     queue.take(k, v);
-    queue.request(tile + (Queue::kStages - 1) * kSplitUnit);
+    const int ahead = tile + kStages * item.step;
+    queue.request(ahead, ahead < item.end ? queue.look_up(ahead) : 0);  // a group a tile, and be it empty
     if constexpr (kRotate) {
       if (new_token >= tile && new_token < tile + kTile) insert_new_token(k, v, rows, new_token - tile, a.D);
     }
@@ -237,7 +247,12 @@ __global__ void __launch_bounds__(kDecodeThreads) paged_decode_bf16_kernel(const
   auto& shared = *reinterpret_cast<DecodeShared<64 * kChunks>*>(memory);
   __syncthreads();  // nobody's queue is in use
   state.leave(shared, warp);
-  finish<__nv_bfloat16>(a, item, shared);
+  if constexpr (kCluster) {
+    __shared__ ClusterInbox<64 * kChunks> inbox;
+    finish_in_cluster<__nv_bfloat16>(a, item, shared, inbox);
+  } else {
+    finish<__nv_bfloat16>(a, item, shared);
+  }
 }
 
 // fp32: for checks rather than speed. A warp takes one position at a time, its lanes D.
@@ -247,7 +262,7 @@ __global__ void __launch_bounds__(kDecodeThreads) paged_decode_f32_kernel(const 
   __shared__ DecodeShared<32 * kPerLane> shared;
   allow_next();
   wait_for_previous();
-  const DecodeItem item(a);
+  const DecodeItem item(a, false, false);
   if (item.split >= item.active) return;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const auto* const k_cache = static_cast<const float*>(a.k_cache);
@@ -266,7 +281,7 @@ __global__ void __launch_bounds__(kDecodeThreads) paged_decode_f32_kernel(const 
     }
   }
   for (int position = item.begin + warp; position < item.end; position += kDecodeWarps) {
-    const int64_t row = row_of(a, item, position);
+    const int64_t row = row_of(a, item, position, kv_block_of(a, item, position));
     float k[kPerLane], v[kPerLane];
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {

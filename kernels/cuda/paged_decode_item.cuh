@@ -78,31 +78,53 @@ struct PagedArguments {
 // What a block works on.
 struct DecodeItem {
   int sequence, split, first_head, num_heads, kv_head;
-  int length, begin, end;  // positions of the sequence, and this split's
-  int active;              // splits that have any position; at least 1
+  int begin, step;  // the split takes kSplitUnit positions from `begin` on, from begin + step on, ... below `end`
+  int length, end;  // length: positions of the sequence
+  int active;       // splits that may have any position; at least 1
+  int position;     // where q, k and v come raw: the new token's, and its slot
+  int64_t slot;
+  bool has_last;  // the sequence's last position is this split's
 
-  __device__ explicit DecodeItem(const PagedArguments& a) {
+  // in_cluster: kSplitUnit positions go to the splits in turn. Otherwise each has a stretch, and those that have none
+  // come last. What does not depend on the length does not wait for it.
+  __device__ DecodeItem(const PagedArguments& a, bool in_cluster, bool rotates) {
     const int sequences = static_cast<int>(gridDim.x) / a.splits, y = static_cast<int>(blockIdx.y);
-    sequence = static_cast<int>(blockIdx.x) % sequences;
-    split = static_cast<int>(blockIdx.x) / sequences;  // the blocks that may have none come last
+    const int x = static_cast<int>(blockIdx.x);
+    sequence = in_cluster ? x / a.splits : x % sequences;
+    split = in_cluster ? x % a.splits : x / sequences;
+    length = a.context_lens[sequence];
+    position = rotates ? a.rotation.positions[sequence] : 0;
+    slot = rotates ? a.rotation.slots[sequence] : -1;
     kv_head = y / a.head_groups;
     const int group = a.H / a.K, first = y % a.head_groups * kHeadsPerBlock;
     first_head = kv_head * group + first;
     num_heads = min(kHeadsPerBlock, group - first);
-    length = a.context_lens[sequence];
+    if (in_cluster) {
+      begin = split * kSplitUnit;
+      step = kSplitUnit * a.splits;
+      end = length;
+      active = a.splits;
+      has_last = length > 0 && (length - 1) / kSplitUnit % a.splits == split;
+      return;
+    }
     const int cuts = max(1, min(a.splits, (length + a.split_positions - 1) / a.split_positions));
     const int share = (length + cuts - 1) / cuts;
     const int chunk = max(1, (share + kSplitUnit - 1) / kSplitUnit) * kSplitUnit;
     begin = split * chunk;
+    step = kSplitUnit;
     end = min(length, begin + chunk);
     active = max(1, (length + chunk - 1) / chunk);
+    has_last = begin < length && length == end;
   }
 };
 
+// The kv_block that holds a position, which may lie behind all.
+__device__ inline int kv_block_of(const PagedArguments& a, const DecodeItem& item, int position) {
+  return a.block_tables[static_cast<int64_t>(item.sequence) * a.width + min(position / a.P, a.width - 1)];
+}
 // First element of a position's row of the cache, of this block's key/value head.
-__device__ inline int64_t row_of(const PagedArguments& a, const DecodeItem& item, int position) {
-  const int64_t block = a.block_tables[static_cast<int64_t>(item.sequence) * a.width + position / a.P];
-  return ((block * a.P + position % a.P) * a.K + item.kv_head) * a.D;
+__device__ inline int64_t row_of(const PagedArguments& a, const DecodeItem& item, int position, int kv_block) {
+  return ((static_cast<int64_t>(kv_block) * a.P + position % a.P) * a.K + item.kv_head) * a.D;
 }
 
 // What the warps of a block leave.
@@ -119,14 +141,13 @@ __device__ inline void put(float* p, const float4& x, float sum) {
   for (int e = 0; e < 4; ++e) p[e] = sum == 0.0f ? 0.0f : values[e] / sum;
 }
 __device__ inline void put(__nv_bfloat16* p, const float4& x, float sum) {
-  const float values[4] = {x.x, x.y, x.z, x.w};
+  const float values[4] = {x.x, x.y, x.z, x.w}, inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
 #pragma unroll
-  for (int e = 0; e < 4; ++e) p[e] = __float2bfloat16_rn(sum == 0.0f ? 0.0f : values[e] / sum);
+  for (int e = 0; e < 4; ++e) p[e] = __float2bfloat16_rn(values[e] * inverse);
 }
 __device__ inline void add_weighed(float4& to, float f, const float4& x) {
   to.x += f * x.x, to.y += f * x.y, to.z += f * x.z, to.w += f * x.w;
 }
-
 // exp2(m - max) with the convention that an empty part (m = -inf) weighs nothing.
 __device__ inline float weight(float m, float max) { return m == -INFINITY ? 0.0f : exp2f(m - max); }
 

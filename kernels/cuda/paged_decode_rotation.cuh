@@ -18,9 +18,9 @@ struct RotationOfLane {
   float cosine[kPairs], sine[kPairs];
   Norm q_norm, k_norm;
 
-  __device__ RotationOfLane(const DecodeRotation& how, int sequence, int D) {
+  __device__ RotationOfLane(const DecodeRotation& how, int position, int D) {
     const int lane = static_cast<int>(threadIdx.x) % 32, half = D / 2;
-    const float* const cos_sin = how.cos_sin + static_cast<int64_t>(how.positions[sequence]) * D;
+    const float* const cos_sin = how.cos_sin + static_cast<int64_t>(position) * D;
     q_norm.exists = how.q_norm != nullptr;
     k_norm.exists = how.k_norm != nullptr;
 #pragma unroll
@@ -74,16 +74,11 @@ struct RotatedRows {
 };
 
 // Whether the block writes the new token's key and value to the cache, and so has them in RotatedRows.
-__device__ inline bool writes_new_token(const PagedArguments& a, const DecodeItem& item) {
-  return item.begin < item.length && item.length == item.end && a.rotation.slots[item.sequence] >= 0;
-}
+__device__ inline bool writes_new_token(const DecodeItem& item) { return item.has_last && item.slot >= 0; }
 
-// One row of the new token, as one warp has it in shared memory, to the cache.
-__device__ inline void copy_row(void* cache, int64_t at, const __nv_bfloat16* row, int D) {
-  auto* const to = static_cast<__nv_bfloat16*>(cache) + at;
-  for (int d = 8 * (static_cast<int>(threadIdx.x) % 32); d < D; d += 8 * 32) {
-    *reinterpret_cast<uint4*>(to + d) = *reinterpret_cast<const uint4*>(row + d);
-  }
+// Eight elements of the new token's row, to the cache.
+__device__ inline void put_piece(void* cache, int64_t at, const uint4& piece) {
+  *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(cache) + at) = piece;
 }
 
 // The block's query heads, and, where it `writes`, the new token's key and value, to the cache, too. Ends with a
@@ -102,16 +97,17 @@ __device__ void rotate_rows(RotatedRows<kMaxD>& rows, const RotationOfLane<kMaxD
     rotation.turn(rows.q[h], q + h * a.D, rotation.q_norm, how.eps, a.D);
   }
   if (writes) {
-    const int64_t at = (how.slots[item.sequence] * a.K + item.kv_head) * a.D;
+    const int piece = 8 * lane;  // of 256 elements at most
+    const int64_t at = (item.slot * a.K + item.kv_head) * a.D;
     if (warp == kDecodeWarps - 1) {
       rotation.turn(rows.k, k, rotation.k_norm, how.eps, a.D);
       __syncwarp();
-      copy_row(const_cast<void*>(a.k_cache), at, rows.k, a.D);
+      if (piece < a.D) put_piece(const_cast<void*>(a.k_cache), at + piece, *reinterpret_cast<uint4*>(rows.k + piece));
     }
-    if (warp == kDecodeWarps - 2) {
-      for (int d = lane; d < a.D; d += 32) rows.v[d] = v[d];
-      __syncwarp();
-      copy_row(const_cast<void*>(a.v_cache), at, rows.v, a.D);
+    if (warp == kDecodeWarps - 2 && piece < a.D) {
+      const uint4 values = *reinterpret_cast<const uint4*>(v + piece);
+      *reinterpret_cast<uint4*>(rows.v + piece) = values;
+      put_piece(const_cast<void*>(a.v_cache), at + piece, values);
     }
   }
   __syncthreads();

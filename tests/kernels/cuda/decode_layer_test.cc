@@ -32,7 +32,7 @@ TEST_F(DecodeLayerTest, NormLinearMatchesNormAndProductAndSwiglu) {
       {3, 2048, 64, true, false, true},   {4, 1024, 19, true, true, true},    {5, 1024, 19, true, true, true},
       {4, 5120, 40, true, false, false},  {9, 512, 70, true, false, true},    {16, 2048, 130, true, true, true},
       {32, 2048, 128, true, false, true}, {24, 512, 64, true, false, false},  {33, 512, 64, true, true, true},
-      {13, 264, 16, false, false, false}};
+      {13, 264, 16, false, false, false}, {1, 1024, 3072, true, false, true}, {3, 3000, 200, true, true, false}};
   for (const auto& c : cases) {
     const std::string what = "N " + std::to_string(c.N) + " C " + std::to_string(c.C) + " O " + std::to_string(c.O) +
                              (c.swiglu ? " swiglu" : "");

@@ -29,10 +29,29 @@ class GemvTest : public ::testing::Test {
 };
 
 TEST_F(GemvTest, MatchesTheReferenceForAnyNumberOfRowsAndOddWidths) {
-  const Sizes cases[] = {{1, 8, 1},       {1, 1024, 16},  {2, 24, 7},     {3, 1000, 33},   {5, 2048, 130},
-                         {7, 4104, 48},   {8, 1032, 257}, {9, 8, 17},     {12, 520, 100},  {16, 2048, 33},
-                         {15, 136, 64},   {11, 1160, 95}, {13, 3072, 31}, {16, 2048, 192}, {1, 14336, 65},
-                         {16, 14336, 40}, {17, 1000, 33}, {32, 3072, 65}, {25, 8, 9}};
+  const Sizes cases[] = {{1, 8, 1},
+                         {1, 1024, 16},
+                         {2, 24, 7},
+                         {3, 1000, 33},
+                         {5, 2048, 130},
+                         {7, 4104, 48},
+                         {8, 1032, 257},
+                         {9, 8, 17},
+                         {12, 520, 100},
+                         {16, 2048, 33},
+                         {15, 136, 64},
+                         {11, 1160, 95},
+                         {13, 3072, 31},
+                         {16, 2048, 192},
+                         {1, 14336, 65},
+                         {16, 14336, 40},
+                         {17, 1000, 33},
+                         {32, 3072, 65},
+                         {25, 8, 9},
+                         // Blocks that have all their weights at once: several tiles, several parts of a row.
+                         {1, 1000, 4101},
+                         {4, 2056, 40},
+                         {2, 3072, 130}};
   for (const Sizes& s : cases) {
     for (const bool with_bias : {false, true}) {
       const Array x = Array::normal(DType::kBF16, s.N * s.I, rng_);
@@ -54,12 +73,14 @@ TEST_F(GemvTest, MatchesTheReferenceForAnyNumberOfRowsAndOddWidths) {
 }
 
 TEST_F(GemvTest, ARowHasTheSameBitsWhateverTheNumberOfRows) {
-  const int64_t I = 3080, O = 77;
-  const Array x = Array::normal(DType::kBF16, 32 * I, rng_), w = Array::normal(DType::kBF16, O * I, rng_);
-  const Array all = run(x, w, nullptr, {32, I, O});
-  for (const int64_t N : {1, 2, 7, 8, 9, 15, 16, 17, 31}) {
-    const Array some = run(x, w, nullptr, {N, I, O});  // of x's first rows
-    EXPECT_EQ(std::memcmp(some.data(), all.data(), static_cast<size_t>(N * O * 2)), 0) << N << " rows";
+  const int64_t O = 77;
+  for (const int64_t I : {3080, 3000, 2048, 264}) {
+    const Array x = Array::normal(DType::kBF16, 32 * I, rng_), w = Array::normal(DType::kBF16, O * I, rng_);
+    const Array all = run(x, w, nullptr, {32, I, O});
+    for (const int64_t N : {1, 2, 4, 5, 7, 8, 9, 15, 16, 17, 31}) {
+      const Array some = run(x, w, nullptr, {N, I, O});  // of x's first rows
+      EXPECT_EQ(std::memcmp(some.data(), all.data(), static_cast<size_t>(N * O * 2)), 0) << N << " rows of " << I;
+    }
   }
 }
 

@@ -93,6 +93,32 @@ TEST_P(CudaPagedAttentionTest, ResultsRepeatAndDependOnNoOtherSequence) {
   EXPECT_EQ(std::memcmp(one.data(), first.at(p.shape.o_stride), static_cast<size_t>(8 * 64 * size_of(p.dtype))), 0);
 }
 
+TEST_P(CudaPagedAttentionTest, ASequenceHasTheSameBitsAloneAndAmongSixteen) {
+  const std::vector<int32_t> lens{1100, 40, 700, 1, 0, 64, 65, 512, 513, 1024, 1025, 300, 129, 900, 17, 1023};
+  for (const int64_t D : {64, 128}) {
+    const PagedProblem p(lens, 16, 8, D, 16, GetParam(), rng_, 8);
+    const DeviceProblem device(p);
+    ASSERT_EQ(device.launch(nullptr), kKernelOk);
+    const Array all = device.result();
+    PagedShape alone = p.shape;
+    alone.S = 1;
+    const int64_t bytes = p.shape.o_stride * size_of(p.dtype);
+    for (size_t s = 0; s < lens.size(); ++s) {
+      const auto i = static_cast<int64_t>(s);
+      const DeviceMemory o(bytes);
+      ASSERT_EQ(cuda::paged_attention().decode(
+                    o.data(), device.q.as<char>() + i * p.shape.q_stride * size_of(p.dtype), device.k_cache.data(),
+                    device.v_cache.data(), device.tables.as<int32_t>() + i * alone.block_table_width,
+                    device.lens.as<int32_t>() + i, alone, p.dtype, device.workspace.data(), nullptr),
+                kKernelOk);
+      const Array one = o.array(p.dtype);
+      EXPECT_EQ(std::memcmp(one.data(), all.at(i * p.shape.o_stride), static_cast<size_t>(16 * D * size_of(p.dtype))),
+                0)
+          << "length " << lens[s] << " D " << D;
+    }
+  }
+}
+
 TEST_P(CudaPagedAttentionTest, ARecordedLaunchServesEveryLength) {
   PagedProblem p({900, 900}, 4, 2, 128, 16, GetParam(), rng_, 8);
   DeviceProblem device(p);
