@@ -3,11 +3,20 @@
 
 #include <CLI/CLI.hpp>
 #include <sstream>
+#include <string>
 
 #include "launch/command_line.h"
 #include "launch/exit_code.h"
 
 namespace kintsugi::launch {
+
+// The program's name, which its messages begin with.
+inline void name_program(CLI::App& app, const std::string& name) {
+  app.name(name);
+  app.failure_message([name](const CLI::App*, const CLI::Error& error) {
+    return name + ": " + error.what() + "\nRun with --help for more information.\n";
+  });
+}
 
 // What CLI11 would print, and the exit code for it: asking for help is no error.
 inline CommandLineOutcome stopped_by(const CLI::App& app, const CLI::ParseError& error) {

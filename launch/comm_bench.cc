@@ -132,10 +132,7 @@ int report(const Status& status, int code) {
 int main_of(int argc, char** argv) {
   CommBenchOptions arguments;
   const CommandLineOutcome outcome = parse_comm_bench_command_line(argc, argv, &arguments);
-  if (!outcome.run) {
-    std::fputs(outcome.text.c_str(), outcome.exit_code == kExitOk ? stdout : stderr);
-    return outcome.exit_code;
-  }
+  if (!outcome.run) return stop_as_told(outcome);
   if (const Status status = complete(arguments); !status.ok()) return report(status, kExitUsage);
   const int64_t heap_bytes = comm::bench_heap_bytes(arguments.options);
   const char* rank = std::getenv("OMPI_COMM_WORLD_RANK");

@@ -1,10 +1,8 @@
 // infer: text from a checkpoint, and how well it predicts a text. One device, no ranks, no conversion step.
 #include <unistd.h>
 
-#include <cstdio>
 #include <cstdlib>
 
-#include "launch/exit_code.h"
 #include "launch/infer_options.h"
 #include "launch/scheduling.h"
 
@@ -16,10 +14,7 @@ int main(int argc, char** argv) {
   }
   InferOptions options;
   const CommandLineOutcome outcome = parse_infer_command_line(argc, argv, &options);
-  if (!outcome.run) {
-    std::fputs(outcome.text.c_str(), outcome.exit_code == kExitOk ? stdout : stderr);
-    return outcome.exit_code;
-  }
+  if (!outcome.run) return stop_as_told(outcome);
   switch (options.command) {
     case InferCommand::kGenerate:
       return run_generate(options.generate);

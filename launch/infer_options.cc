@@ -109,14 +109,11 @@ CLI::App* add_info(CLI::App& app, InfoOptions& options) {
 
 CommandLineOutcome parse_infer_command_line(int argc, const char* const* argv, InferOptions* options) {
   CLI::App app("Text from a Kintsugi checkpoint, and how well it predicts text");
-  app.name("infer");
+  name_program(app, "infer");
   app.footer(
       "Example:\n  infer generate runs/austen --prompt \"It is a truth\"\n"
       "Exit codes: 0 done, 1 failed, 2 wrong command line or prompt, 78 wrong configuration in the checkpoint");
   app.require_subcommand(1);
-  app.failure_message([](const CLI::App*, const CLI::Error& error) {
-    return std::string("infer: ") + error.what() + "\nRun with --help for more information.\n";
-  });
   const CLI::App* generate = add_generate(app, options->generate);
   const CLI::App* eval = add_eval(app, options->eval);
   add_info(app, options->info);

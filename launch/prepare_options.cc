@@ -31,14 +31,11 @@ CLI::App* add_prepare_info(CLI::App& app, PrepareInfoOptions& options) {
 
 CommandLineOutcome parse_prepare_command_line(int argc, const char* const* argv, PrepareCommandLine* line) {
   CLI::App app("Turns text into token shards for train");
-  app.name("prepare");
+  name_program(app, "prepare");
   app.footer(
       "Example:\n  prepare --tokenizer tokenizer.json --out data/tokens a.txt b.txt\n"
       "Exit codes: 0 done, 1 failed, 2 wrong command line, 78 wrong input");
   app.require_subcommand(0, 1);
-  app.failure_message([](const CLI::App*, const CLI::Error& error) {
-    return std::string("prepare: ") + error.what() + "\nRun with --help for more information.\n";
-  });
   PrepareOptions& options = line->prepare;
   add_prepare_options(app, options);
   const CLI::App* info = add_prepare_info(app, line->info);

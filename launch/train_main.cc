@@ -173,11 +173,8 @@ TrainProgram real_program() {
 // One rank speaks. When its words come with an exit code that makes a launcher end the other ranks, they wait for that
 // instead of ending first and taking the speaker down.
 int speak_for_all(const CommandLineOutcome& outcome, int rank) {
-  if (rank == 0) {
-    std::fputs(outcome.text.c_str(), outcome.exit_code == kExitOk ? stdout : stderr);
-  } else if (outcome.exit_code != kExitOk) {
-    ::poll(nullptr, 0, 2000);
-  }
+  if (rank == 0) return stop_as_told(outcome);
+  if (outcome.exit_code != kExitOk) ::poll(nullptr, 0, 2000);
   return outcome.exit_code;
 }
 

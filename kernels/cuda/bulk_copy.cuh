@@ -9,29 +9,23 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/hopper.cuh"
+
 namespace kintsugi::kernels::cuda {
 
 // Completes when one thread has announced a phase's bytes and as many have come. Lies in shared memory.
 struct Arrival {
   uint64_t state;
 
-  __device__ static uint32_t address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-
   // By one thread; then publish(), and a barrier of all that wait or copy.
-  __device__ void init() { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(&state)) : "memory"); }
-  __device__ static void publish() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  }
-  __device__ void expect(uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&state)), "r"(bytes)
-                 : "memory");
-  }
+  __device__ void init() { hopper::barrier_init(address(), 1); }
+  __device__ static void publish() { hopper::publish_barriers(); }
+  __device__ void expect(uint32_t bytes) { hopper::arrive_and_expect(address(), bytes); }
   __device__ void copy(void* to, const void* from, uint32_t bytes) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address(to)),
-        "l"(from), "r"(bytes), "r"(address(&state))
-        : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     hopper::shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(address())
+                 : "memory");
   }
   // Phases alternate between parity 0, the first, and 1.
   __device__ void wait(uint32_t parity) {
@@ -39,10 +33,13 @@ struct Arrival {
         "{\n .reg .pred complete;\n"
         "again:\n mbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1;\n"
         " @complete bra done;\n bra again;\n"
-        "done:\n}" ::"r"(address(&state)),
+        "done:\n}" ::"r"(address()),
         "r"(parity)
         : "memory");
   }
+
+ private:
+  __device__ uint32_t address() const { return hopper::shared_address(&state); }
 };
 
 }  // namespace kintsugi::kernels::cuda

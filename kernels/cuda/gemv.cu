@@ -250,9 +250,8 @@ KernelError launch_small(const GemvArguments& a, StreamHandle stream) {
   static const cudaError_t allowed = allow_shared_memory(
       kKernel, std::max<int64_t>(Work::kStages * Work::kStageBytes + (kNorm ? kMaxNormSharedBytes : 0), kAloneBytes));
   if (allowed != cudaSuccess) return allowed;
-  const int64_t needed = int64_t{tiles_of_block(a.tiles)} * kParts * Work::kStageBytes +
+  const int64_t shared_bytes = int64_t{tiles_of_block(a.tiles)} * kParts * Work::kStageBytes +
                          (kNorm ? static_cast<int64_t>(a.N) * (a.I + 8) * 2 : 0);
-  const int64_t shared_bytes = needed;
   return launch_overlapped(kKernel, dim3(static_cast<unsigned>(std::min(a.tiles, multiprocessors()))), dim3(kThreads),
                            static_cast<cudaStream_t>(stream), shared_bytes, a);
 }

@@ -24,13 +24,6 @@ constexpr Sizes kSizes[] = {{1, 1, 1},     {3, 7, 5},        {1, 24, 44},     {1
                             {33, 251, 1},  {97, 256, 48},    {64, 600, 77},   {130, 48, 530}, {257, 31, 33},
                             {128, 64, 96}, {1000, 192, 576}, {2048, 64, 128}, {512, 768, 256}};
 
-// A sum of `terms` products of normal numbers: every rounding errs by at most an ulp of a partial sum (tensor cores cut
-// off where others round), which stays below 8 sqrt(terms) here (8 standard deviations).
-double sum_error(int64_t terms) {
-  const double n = static_cast<double>(terms) + 4;
-  return n * 2 * kF32Round * 8 * std::sqrt(n);
-}
-
 class CudaGemmTest : public CudaRowwiseTest {
  protected:
   static void SetUpTestSuite() { ASSERT_EQ(cuda::init_libraries({}), kKernelOk); }

@@ -19,6 +19,13 @@ inline uint32_t run_seed() {
   return kRunSeed;
 }
 
+// A sum of `terms` products of normal numbers: every rounding errs by at most an ulp of a partial sum (tensor cores cut
+// off where others round), which stays below 8 sqrt(terms) here (8 standard deviations).
+inline double sum_error(int64_t terms) {
+  const double n = static_cast<double>(terms) + 4;
+  return n * 2 * kF32Round * 8 * std::sqrt(n);
+}
+
 // Once with each storage type.
 class CudaRowwiseTest : public ::testing::TestWithParam<DType> {
  protected:

@@ -26,12 +26,6 @@ constexpr Sizes kSizes[] = {{1, 8, 8},       {40, 64, 24},     {33, 31, 17},    
                             {1025, 192, 64}, {1300, 136, 200}, {2000, 88, 1032},  {1024, 160, 128},
                             {1280, 27, 40},  {1153, 1000, 72}, {1030, 192, 1096}, {16384, 104, 16}};
 
-// As in gemm_test.cc: a sum of `terms` products of normal numbers.
-double sum_error(int64_t terms) {
-  const double n = static_cast<double>(terms) + 4;
-  return n * 2 * kF32Round * 8 * std::sqrt(n);
-}
-
 class CudaSwigluLinearTest : public CudaRowwiseTest {
  protected:
   static void SetUpTestSuite() { ASSERT_EQ(cuda::init_libraries({}), kKernelOk); }
