@@ -23,6 +23,10 @@ struct AttentionShape {
   // With documents: what write_document_mask() made of their starts. Null where document_mask_bytes() is 0; elsewhere
   // null takes slower kernels.
   const void* document_mask = nullptr;
+  // How q and k were turned before (rotate() of kernels/rope.h, whose arguments these are): the backward pass turns
+  // their gradients back. Null: not at all.
+  const int32_t* positions = nullptr;  // (B T)
+  const float* cos_sin = nullptr;
 };
 
 struct AttentionKernels {
@@ -31,7 +35,8 @@ struct AttentionKernels {
   // counted).
   KernelError (*forward)(void* o, float* lse, const void* q, const void* k, const void* v, const AttentionShape& shape,
                          DType dtype, StreamHandle stream);
-  // Gradients of q, k, v (overwritten; strides those of q, k, v) from d_o (stride o_stride).
+  // Gradients of q, k, v (overwritten; strides those of q, k, v) from d_o (stride o_stride); with shape.cos_sin those of
+  // q and k before they were turned.
   // workspace: at least backward_workspace_bytes(shape, dtype).
   KernelError (*backward)(void* dq, void* dk, void* dv, const void* d_o, const void* o, const float* lse, const void* q,
                           const void* k, const void* v, const AttentionShape& shape, void* workspace, DType dtype,

@@ -7,6 +7,7 @@
 #include <set>
 #include <string>
 
+#include "kernels/composed_attention.h"
 #include "kernels/cuda/attention_cudnn.h"
 #include "kernels/cuda/attention_documents.h"
 #include "kernels/cuda/attention_plain.h"
@@ -41,16 +42,23 @@ KernelError forward(void* o, float* lse, const void* q, const void* k, const voi
   return plain_attention_forward(o, lse, q, k, v, shape, dtype, stream);
 }
 
-KernelError backward(void* dq, void* dk, void* dv, const void* d_o, const void* o, const float* lse, const void* q,
-                     const void* k, const void* v, const AttentionShape& shape, void* workspace, DType dtype,
-                     StreamHandle stream) {
-  if (!valid(shape)) return cudaErrorInvalidValue;
-  if (shape.B == 0 || shape.T == 0) return kKernelOk;
+KernelError turned_gradients(void* dq, void* dk, void* dv, const void* d_o, const void* o, const float* lse,
+                             const void* q, const void* k, const void* v, const AttentionShape& shape, void* workspace,
+                             DType dtype, StreamHandle stream) {
   if (cudnn_may_serve(shape, dtype) && aligned({dq, dk, dv, d_o, o, q, k, v, workspace})) {
     const KernelError error = cudnn_attention_backward(dq, dk, dv, d_o, o, lse, q, k, v, shape, workspace, stream);
     if (error != kNotSupported) return error;
   }
   return plain_attention_backward(dq, dk, dv, d_o, o, lse, q, k, v, shape, workspace, dtype, stream);
+}
+
+KernelError backward(void* dq, void* dk, void* dv, const void* d_o, const void* o, const float* lse, const void* q,
+                     const void* k, const void* v, const AttentionShape& shape, void* workspace, DType dtype,
+                     StreamHandle stream) {
+  if (!valid(shape)) return cudaErrorInvalidValue;
+  if (shape.B == 0 || shape.T == 0) return kKernelOk;
+  const KernelError error = turned_gradients(dq, dk, dv, d_o, o, lse, q, k, v, shape, workspace, dtype, stream);
+  return error != kKernelOk ? error : turn_back<rope>(dq, dk, shape, dtype, stream);
 }
 
 int64_t backward_workspace_bytes(const AttentionShape& shape, DType dtype) {

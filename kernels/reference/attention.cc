@@ -1,5 +1,6 @@
 #include "kernels/attention.h"
 
+#include "kernels/composed_attention.h"
 #include "kernels/reference/attention_loops.h"
 
 namespace kintsugi::kernels::reference {
@@ -14,12 +15,14 @@ KernelError forward(void* o, float* lse, const void* q, const void* k, const voi
 }
 
 KernelError backward(void* dq, void* dk, void* dv, const void* d_o, const void* o, const float* lse, const void* q,
-                     const void* k, const void* v, const AttentionShape& shape, void*, DType dtype, StreamHandle) {
-  return for_dtype(dtype, [&]<class T>(T) {
+                     const void* k, const void* v, const AttentionShape& shape, void*, DType dtype,
+                     StreamHandle stream) {
+  const KernelError error = for_dtype(dtype, [&]<class T>(T) {
     attention_backward(static_cast<T*>(dq), static_cast<T*>(dk), static_cast<T*>(dv), static_cast<const T*>(d_o),
                        static_cast<const T*>(o), lse, static_cast<const T*>(q), static_cast<const T*>(k),
                        static_cast<const T*>(v), shape);
   });
+  return error != kKernelOk ? error : turn_back<rope>(dq, dk, shape, dtype, stream);
 }
 
 int64_t backward_workspace_bytes(const AttentionShape&, DType) { return 0; }

@@ -144,18 +144,15 @@ Status TransformerImpl::attention_backward(const Pass& pass, const UnitWeights& 
   const DType dtype = options_.dtype;
   const kernels::StreamHandle s = stream.handle();
   KTG_RETURN_IF_ERROR(linear_backward(a_.d_o, a_.d_stream, a.o, {at.o_w, at.o_b, H() * D(), C()}, w, g, N, stream));
-  const kernels::AttentionShape shape = attention_shape_of(pass, pass.T);
+  kernels::AttentionShape shape = attention_shape_of(pass, pass.T);
+  shape.positions = pass.positions;
+  shape.cos_sin = a_.cos_sin;
   KTG_CHECK(k_.attention->backward_workspace_bytes(shape, dtype) <= a_.workspace_bytes)
       << pass.B << " x " << pass.T << " tokens";
   KTG_RETURN_IF_ERROR(stream.launched(
       k_.attention->backward(a_.d_qkv, offset(a_.d_qkv, k_at), offset(a_.d_qkv, v_at), a_.d_o, a.o, a.lse, a.qkv,
                              offset(a.qkv, k_at), offset(a.qkv_raw, v_at), shape, a_.workspace, dtype, s),
       "attention.backward"));
-  if (a_.cos_sin != nullptr) {
-    KTG_RETURN_IF_ERROR(
-        stream.launched(k_.rope->rotate(a_.d_qkv, pass.positions, a_.cos_sin, N, H() + K(), D(), QKV(), true, dtype, s),
-                        "rope.backward"));
-  }
   if (config_.qk_norm) {
     void* d_k = offset(a_.d_qkv, k_at);
     KTG_RETURN_IF_ERROR(stream.launched(

@@ -5,8 +5,10 @@
 #include <cmath>
 #include <random>
 #include <string>
+#include <vector>
 
 #include "kernels/attention.h"
+#include "kernels/rope.h"
 #include "tests/kernels/kernel_testing.h"
 
 namespace kintsugi::kernels {
@@ -44,6 +46,17 @@ struct Outputs {
   explicit Outputs(const Problem& p)
       : o(p.qkv.dtype(), p.d_o.size()), lse(DType::kF32, p.s.B * p.s.H * p.s.T), d_qkv(p.qkv.dtype(), p.qkv.size()) {}
   Array o, lse, d_qkv;
+};
+
+// Angles of random positions, for gradients that are turned back (AttentionShape::cos_sin).
+struct RandomRotation {
+  RandomRotation(const Sizes& s, std::mt19937& rng) : cos_sin(static_cast<size_t>(s.T * s.D)) {
+    for (int64_t n = 0; n < s.B * s.T; ++n)
+      positions.push_back(static_cast<int32_t>(rng() % static_cast<uint32_t>(s.T)));
+    fill_rope_table(cos_sin.data(), s.T, s.D, 10000.0);
+  }
+  std::vector<int32_t> positions;
+  std::vector<float> cos_sin;
 };
 
 // Random borders (AttentionShape::document_starts): documents of one token, and documents that span tiles.

@@ -102,6 +102,49 @@ TEST_P(AttentionTest, BackwardMatchesTheReferenceOverOddSizes) {
   }
 }
 
+TEST_P(AttentionTest, GradientsOfTurnedQueriesAndKeysAreTurnedBack) {
+  for (const Sizes& sizes : {Sizes{2, 16, 4, 2, 32}, {1, 65, 8, 2, 24}, {1, 7, 3, 3, 12}}) {
+    Problem p(sizes, dtype(), rng_);
+    for (const KernelTable* table : {&fast(), &reference::kernels()}) {
+      Outputs plain(p), turned(p);
+      p.shape.cos_sin = nullptr;
+      forward(plain, *table->attention, p);
+      backward(plain, *table->attention, p, plain.o, plain.lse);
+      const RandomRotation rotation(sizes, rng_);
+      ASSERT_EQ(table->rope->rotate(plain.d_qkv.data(), rotation.positions.data(), rotation.cos_sin.data(),
+                                   sizes.B * sizes.T, sizes.H + sizes.K, sizes.D, p.qkv_width, true, dtype(), nullptr),
+                kKernelOk);
+      p.shape.positions = rotation.positions.data();
+      p.shape.cos_sin = rotation.cos_sin.data();
+      backward(turned, *table->attention, p, plain.o, plain.lse);
+      EXPECT_TRUE(turned.d_qkv.same_bits(plain.d_qkv)) << to_string(sizes);
+    }
+  }
+}
+
+TEST_P(AttentionTest, GradientsInArraysOfTheirOwnAreTurnedBackToo) {
+  const Sizes sizes{2, 20, 4, 2, 16};
+  Problem p(sizes, dtype(), rng_);
+  const RandomRotation rotation(sizes, rng_);
+  p.shape.positions = rotation.positions.data();
+  p.shape.cos_sin = rotation.cos_sin.data();
+  Outputs packed(p);
+  forward(packed, *fast().attention, p);
+  backward(packed, *fast().attention, p, packed.o, packed.lse);
+  Array dq(dtype(), p.qkv.size()), dk(dtype(), p.qkv.size()), dv(dtype(), p.qkv.size());
+  ASSERT_EQ(fast().attention->backward(dq.data(), dk.data(), dv.data(), p.d_o.data(), packed.o.data(), packed.lse.f32(),
+                                       p.q(), p.k(), p.v(), p.shape, nullptr, dtype(), nullptr),
+            kKernelOk);
+  for (int64_t n = 0; n < sizes.B * sizes.T; ++n) {
+    const int64_t at = n * p.qkv_width, k = sizes.H * sizes.D;
+    const auto same = [&](const Array& one, int64_t first, int64_t heads) {
+      const auto bytes = static_cast<size_t>(heads * sizes.D * size_of(dtype()));
+      return std::memcmp(one.at(at), packed.d_qkv.at(at + first), bytes) == 0;
+    };
+    ASSERT_TRUE(same(dq, 0, sizes.H) && same(dk, k, sizes.K) && same(dv, k + sizes.K * sizes.D, sizes.K)) << n;
+  }
+}
+
 TEST_P(AttentionTest, ARowHasTheSameBitsWhateverTheLengthAndTheBatch) {
   const Sizes whole{2, 300, 4, 2, 32};
   const Problem p(whole, dtype(), rng_);

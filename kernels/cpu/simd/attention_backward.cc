@@ -3,11 +3,13 @@
 //   dQ = scale dS K   dK = scale dS^T Q
 // Query rows are taken in blocks of kQueries, keys in blocks of kKeys, tiles of kRows rows inside. One thread does all
 // of a key/value head, its query heads in ascending order, so that dK and dV are summed in one order.
+#include "kernels/composed_attention.h"
 #include "kernels/cpu/scratch.h"
 #include "kernels/cpu/simd/attention.h"
 #include "kernels/cpu/simd/attention_pack.h"
 #include "kernels/cpu/simd/math.h"
 #include "kernels/cpu/simd/parallel.h"
+#include "kernels/cpu/simd/tables.h"
 #include "kernels/cpu/simd/tile.h"
 
 namespace kintsugi::kernels::cpu::KTG_ISA {
@@ -164,14 +166,14 @@ void backward_group(T* dq, T* dk, T* dv, const T* d_o, const T* o, const float* 
 
 KernelError attention_backward(void* dq, void* dk, void* dv, const void* d_o, const void* o, const float* lse,
                                const void* q, const void* k, const void* v, const AttentionShape& s, void*, DType dtype,
-                               StreamHandle) {
-  return for_storage(dtype, [&]<class T>(T*) {
-    KernelError error = kKernelOk;
+                               StreamHandle stream) {
+  const KernelError error = for_storage(dtype, [&]<class T>(T*) {
+    KernelError failure = kKernelOk;
     parallel_ranges(s.B * s.K, s.B * s.H * s.T * s.T * s.D / 8, [&](int64_t begin, int64_t end) {
       float* memory = static_cast<float*>(
           thread_scratch(ScratchSlot::kWorker, head_floats(s) * static_cast<int64_t>(sizeof(float))));
       if (memory == nullptr) {
-        __atomic_store_n(&error, ENOMEM, __ATOMIC_RELAXED);
+        __atomic_store_n(&failure, ENOMEM, __ATOMIC_RELAXED);
         return;
       }
       const Head head = carve(memory, s);
@@ -187,8 +189,9 @@ KernelError attention_backward(void* dq, void* dk, void* dv, const void* d_o, co
         });
       }
     });
-    return error;
+    return failure;
   });
+  return error != kKernelOk ? error : turn_back<rope>(dq, dk, s, dtype, stream);
 }
 
 // Nothing of the caller's: the packed operands lie in each thread's scratch.

@@ -224,6 +224,33 @@ TEST_P(CudaAttentionTest, WhatTheTableServesMatchesTheReferenceOverOddSizes) {
   for (const Sizes& sizes : kOddSizes) check(sizes, false, true, 3);
 }
 
+// Deterministic, so that the calls of the two families in a row have the same bits.
+TEST_P(CudaAttentionTest, GradientsOfTurnedQueriesAndKeysAreTurnedBack) {
+  for (const Sizes& sizes : {Sizes{2, 64, 4, 2, 64}, {1, 129, 3, 1, 128}, {1, 33, 2, 2, 20}}) {
+    Problem p = make_problem(sizes, dtype(), rng_);
+    const RandomRotation rotation(sizes, rng_);
+    const DeviceMemory positions(sizes.B * sizes.T * 4), cos_sin(sizes.T * sizes.D * 4);
+    ASSERT_EQ(
+        cudaMemcpy(positions.data(), rotation.positions.data(), rotation.positions.size() * 4, cudaMemcpyHostToDevice),
+        cudaSuccess);
+    ASSERT_EQ(cudaMemcpy(cos_sin.data(), rotation.cos_sin.data(), rotation.cos_sin.size() * 4, cudaMemcpyHostToDevice),
+              cudaSuccess);
+    const DeviceProblem d(p);
+    Outputs apart(p), together(p);
+    ASSERT_EQ(d.forward(false), kKernelOk);
+    ASSERT_EQ(d.backward(false), kKernelOk);
+    ASSERT_EQ(cuda::rope().rotate(d.d_qkv.data(), positions.as<int32_t>(), cos_sin.as<float>(), sizes.B * sizes.T,
+                                  sizes.H + sizes.K, sizes.D, p.qkv_width, true, dtype(), nullptr),
+              kKernelOk);
+    download(apart, d);
+    p.shape.positions = positions.as<int32_t>();
+    p.shape.cos_sin = cos_sin.as<float>();
+    ASSERT_EQ(d.backward(false), kKernelOk);
+    download(together, d);
+    expect_same_bits(together.d_qkv, apart.d_qkv, to_string(sizes));
+  }
+}
+
 // Sizes of real models, too large for the reference: the library's graphs against the plain kernels.
 TEST_P(CudaAttentionTest, LibraryAndPlainKernelsAgreeAtTrainingSizes) {
   for (const Sizes& sizes : {Sizes{2, 1024, 12, 12, 64}, Sizes{1, 2048, 8, 2, 64}, Sizes{1, 1024, 5, 5, 64},
