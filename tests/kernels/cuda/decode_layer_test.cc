@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "kernels/activation.h"
+#include "kernels/cuda/gemv.h"
 #include "kernels/cuda/libraries.h"
 #include "kernels/gemm.h"
 #include "kernels/norm.h"
@@ -42,6 +43,9 @@ TEST_F(DecodeLayerTest, NormLinearMatchesNormAndProductAndSwiglu) {
     const Array w = Array::normal(kType, rows * c.C, rng_, 1.0f / std::sqrt(static_cast<float>(c.C)));
     const DeviceMemory d_stream(stream), d_branch(branch), d_norm(norm), d_bias(bias), d_w(w);
     const DeviceMemory sum(c.N * c.C * 2), normed(c.N * c.C * 2), y(c.N * c.O * 2), scratch(c.N * rows * 2);
+    // The product of many rows is a library's, whose stores a tool that watches our kernels alone does not see: what it
+    // leaves out shows as NaN then.
+    if (!cuda::gemv_applies(c.N, c.C, rows, kType)) scratch.fill(0xff);
     const DecodeNorm in{sum.data(),    d_stream.data(), c.branch ? d_branch.data() : nullptr, d_norm.as<float>(), 1e-5f,
                         normed.data(), scratch.data()};
     ASSERT_EQ(cuda::decode_layer().norm_linear(y.data(), in, d_w.data(), c.bias ? d_bias.as<float>() : nullptr, c.N,
