@@ -418,8 +418,8 @@ Result<std::unique_ptr<Backend>> create_cuda_backend(const CudaBackendOptions& o
   }
   cudaDeviceProp properties;
   KTG_RETURN_IF_ERROR(status_of(cudaGetDeviceProperties(&properties, options.device), "properties of the GPU"));
-  KTG_RETURN_IF_ERROR(check_compute_capability(options.device, properties.name, properties.major, properties.minor,
-                                               KTG_CUDA_ARCHITECTURES));
+  KTG_RETURN_IF_ERROR(
+      check_compute_capability(options.device, properties.name, properties.major, properties.minor));
   int same_address = 0;
   KTG_RETURN_IF_ERROR(
       status_of(cudaDeviceGetAttribute(&same_address, cudaDevAttrCanUseHostPointerForRegisteredMem, options.device),

@@ -5,6 +5,7 @@
 #include <bit>
 #include <cmath>
 
+#include "kernels/philox.h"
 #include "runtime/backend.h"
 #include "runtime/base/philox.h"
 #include "runtime/model/param_table.h"
@@ -19,28 +20,15 @@ constexpr int64_t kLanes = 16;            // blocks of four words made side by s
 constexpr int64_t kNormals = 4 * kLanes;  // normals a group
 using Words = uint32_t[4][kLanes];
 
-// philox4x32 of runtime/base/philox.h on kLanes consecutive indices from `first`.
+// Blocks of kLanes consecutive indices from `first`.
 KTG_INLINE void philox_lanes(Words& w, uint64_t seed, uint64_t first) {
   for (int64_t i = 0; i < kLanes; ++i) {
     const uint64_t index = first + static_cast<uint64_t>(i);
-    uint32_t c0 = static_cast<uint32_t>(index), c1 = static_cast<uint32_t>(index >> 32), c2 = 0;
-    uint32_t c3 = static_cast<uint32_t>(RandomPurpose::kInitialWeights);
-    uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
-#pragma GCC unroll 10
-    for (int round = 0; round < 10; ++round) {
-      const uint64_t p0 = uint64_t{0xD2511F53} * c0;
-      const uint64_t p1 = uint64_t{0xCD9E8D57} * c2;
-      c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ key0;
-      c1 = static_cast<uint32_t>(p1);
-      c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ key1;
-      c3 = static_cast<uint32_t>(p0);
-      key0 += 0x9E3779B9;
-      key1 += 0xBB67AE85;
-    }
-    w[0][i] = c0;
-    w[1][i] = c1;
-    w[2][i] = c2;
-    w[3][i] = c3;
+    const kernels::PhiloxBlock block =
+        kernels::philox4x32({{static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32), 0,
+                              static_cast<uint32_t>(RandomPurpose::kInitialWeights)}},
+                            static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+    for (int k = 0; k < 4; ++k) w[k][i] = block.word[k];
   }
 }
 
