@@ -247,8 +247,8 @@ template <int kParts, int kTiles, bool kNorm, bool kSwiglu>
 KernelError launch_small(const GemvArguments& a, StreamHandle stream) {
   using Work = SmallGemv<kParts, kTiles, kNorm, kSwiglu>;
   static constexpr auto kKernel = small_gemv_kernel<kParts, kTiles, kNorm, kSwiglu>;
-  static const cudaError_t allowed = allow_shared_memory(
-      kKernel, std::max<int64_t>(Work::kStages * Work::kStageBytes + (kNorm ? kMaxNormSharedBytes : 0), kAloneBytes));
+  static const cudaError_t allowed =
+      allow_shared_memory(kKernel, Work::kStages * Work::kStageBytes + (kNorm ? kMaxNormSharedBytes : 0));
   if (allowed != cudaSuccess) return allowed;
   const int64_t shared_bytes = int64_t{tiles_of_block(a.tiles)} * kParts * Work::kStageBytes +
                          (kNorm ? static_cast<int64_t>(a.N) * (a.I + 8) * 2 : 0);
