@@ -1,6 +1,7 @@
 // AdamW (Loshchilov & Hutter, arXiv:1711.05101), elementwise over any slice of a flat buffer.
 #pragma once
 
+#include "kernels/gradient.h"
 #include "kernels/types.h"
 
 namespace kintsugi::kernels {
@@ -35,7 +36,7 @@ struct OptimizerKernels {
   // nothing but the element. decay_edges (num_edges, even, ascending, in [0, n]): elements in [edges[0], edges[1]),
   // [edges[2], edges[3]), ... decay, the others do not. One call covers a whole flat buffer. `scalars` and
   // `decay_edges` lie in memory that the kernels read when they run.
-  KernelError (*adamw)(float* w, const Moments& moments, void* compute_copy, const float* grad, int64_t n,
+  KernelError (*adamw)(float* w, const Moments& moments, void* compute_copy, const Gradient& grad, int64_t n,
                        const AdamWScalars* scalars, const int64_t* decay_edges, int64_t num_edges, DType copy_dtype,
                        StreamHandle stream);
 };

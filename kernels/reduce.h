@@ -1,15 +1,16 @@
 // Sums, conversions and checks over flat buffers, in orders that never change.
 #pragma once
 
+#include "kernels/gradient.h"
 #include "kernels/types.h"
 
 namespace kintsugi::kernels {
 
 struct ReduceKernels {
   // partials[b - first] = sum of x[i]^2 over i in [b*block, min((b+1)*block, n)), in double, for b in
-  // [first, first + count); 0 for a block behind n. x points at element first*block. Not finite input gives a not
+  // [first, first + count); 0 for a block behind n. x begins at element first*block. Not finite input gives a not
   // finite partial.
-  KernelError (*sum_squares)(double* partials, const float* x, int64_t first, int64_t count, int64_t block, int64_t n,
+  KernelError (*sum_squares)(double* partials, const Gradient& x, int64_t first, int64_t count, int64_t block, int64_t n,
                              StreamHandle stream);
   // *sum = x[0] + x[1] + ... in double: ascending on the CPU, on the device in a fixed order of its own.
   KernelError (*sum)(double* sum, const float* x, int64_t n, StreamHandle stream);

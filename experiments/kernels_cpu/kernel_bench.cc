@@ -201,7 +201,7 @@ void add_elementwise(Suite& s) {
                        embedding.forward(y, ids, embedding_table, nullptr, nullptr, kN, kC, t, nullptr);
                      }});
   s.cases.push_back({"embedding backward", Bound::kMemory, product(kN, kC) * (e + 8) + product(kV, kC) * 4, 1, false,
-                     [=, &embedding] { embedding.backward(dtable, y, ids, kN, kC, kV, false, nullptr, t, nullptr); }});
+                     [=, &embedding] { embedding.backward(dtable, y, ids, nullptr, kN, kC, kV, {}, t, nullptr); }});
 
   void* logits = s.memory.typed(kN * kV);
   float* losses = s.memory.f32(kN);

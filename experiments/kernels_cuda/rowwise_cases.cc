@@ -156,61 +156,105 @@ void add_embedding(std::vector<Case>& cases, int64_t N, int64_t C, int64_t rows,
                        return table().embedding->forward(y, ids, weights, nullptr, nullptr, N, C, kType, s);
                      };
                    }});
-  for (const bool accumulate : {false, true}) {
-    // Rows that occur are read and written when they accumulate; otherwise every row is written.
+  const int64_t index_bytes = table().embedding->index_bytes(N, rows);
+  cases.push_back({"embedding index", shape, as_bytes(8 * N), 0, [=](Pool& p) -> Launch {
+                     int32_t* ids = integers(p, N, rows, id_step);
+                     void* index = p.take(index_bytes);
+                     return [=](cudaStream_t s) { return table().embedding->index(index, ids, N, rows, {}, s); };
+                   }});
+  enum class Rows { kAll, kAddedTo, kUsed };
+  for (const Rows which : {Rows::kAll, Rows::kAddedTo, Rows::kUsed}) {
+    // Rows that occur are read and written when they are added to; otherwise they, or all rows, are written.
     const double used = static_cast<double>(rows) * (1 - std::pow(1 - 1.0 / static_cast<double>(rows), N));
-    const double bytes = as_bytes(2 * N * C) + 4.0 * static_cast<double>(C) * (accumulate ? 2 * used : rows);
-    cases.push_back(
-        {accumulate ? "embedding backward, added" : "embedding backward", shape, bytes, 0, [=](Pool& p) -> Launch {
-           void* dy = bf16(p, N * C);
-           float* dtable = f32(p, rows * C);
-           int32_t* ids = integers(p, N, rows, id_step);
-           void* space = p.take(table().embedding->backward_workspace_bytes(N, rows));
-           return [=](cudaStream_t s) {
-             return table().embedding->backward(dtable, dy, ids, N, C, rows, accumulate, space, kType, s);
-           };
-         }});
+    const double written = which == Rows::kAll ? static_cast<double>(rows) : which == Rows::kUsed ? used : 2 * used;
+    const double bytes = as_bytes(2 * N * C + 4 * N) + 4.0 * static_cast<double>(C) * written;
+    const std::string name = which == Rows::kAll    ? "embedding backward"
+                             : which == Rows::kUsed ? "embedding backward, used rows"
+                                                    : "embedding backward, added";
+    const auto add = [&](const std::string& what, bool with_index) {
+      cases.push_back({what, shape, bytes, 0, [=](Pool& p) -> Launch {
+                         void* dy = bf16(p, N * C);
+                         float* dtable = f32(p, rows * C);
+                         int32_t* ids = integers(p, N, rows, id_step);
+                         void* index = p.take(index_bytes);
+                         const kernels::TableUpdate update{which == Rows::kAddedTo,
+                                                           which == Rows::kUsed ? p.take<int32_t>(4 * rows) : nullptr};
+                         if (!p.exhausted()) table().embedding->index(index, ids, N, rows, update, nullptr);
+                         cudaDeviceSynchronize();
+                         return [=](cudaStream_t s) {
+                           const kernels::EmbeddingKernels& k = *table().embedding;
+                           if (with_index) {
+                             const kernels::KernelError error = k.index(index, ids, N, rows, update, s);
+                             if (error != kernels::kKernelOk) return error;
+                           }
+                           return k.backward(dtable, dy, ids, index, N, C, rows, update, kType, s);
+                         };
+                       }});
+    };
+    add(name, false);
+    add(name + ", with its index", true);
   }
 }
 
+// n elements as rows of 4,096, of which every 16th is used where `table`.
+constexpr int64_t kUsedOf = 16;
+kernels::Gradient gradient_of(Pool& p, const float* x, int64_t n, bool table) {
+  kernels::Gradient g(x);
+  if (!table) return g;
+  g.width = 4096;
+  g.rows = n / g.width;
+  std::vector<int32_t> used(static_cast<size_t>(g.rows));
+  for (size_t row = 0; row < used.size(); row += kUsedOf) used[row] = 1;
+  auto* marks = p.take<int32_t>(4 * g.rows);
+  if (!p.exhausted()) cudaMemcpy(marks, used.data(), used.size() * 4, cudaMemcpyHostToDevice);
+  g.used = marks;
+  return g;
+}
+
 // Bytes an element: weight and moments in and out, the gradient in, the bf16 copy out.
-void add_adamw(std::vector<Case>& cases, int64_t n, kernels::DType moments) {
+void add_adamw(std::vector<Case>& cases, int64_t n, kernels::DType moments, bool table_rows) {
   const bool narrow = moments == kernels::DType::kBF16;
-  cases.push_back(
-      {narrow ? "adamw with bf16 copy and moments" : "adamw with bf16 copy", std::to_string(n >> 20) + " Mi",
-       as_bytes((narrow ? 22 : 30) * n), 0, [=](Pool& p) -> Launch {
-         float *w = f32(p, n), *m = f32(p, n), *v = f32(p, n), *grad = f32(p, n);
-         void* copy = bf16(p, n);
-         auto* scalars = p.take<kernels::AdamWScalars>(sizeof(kernels::AdamWScalars));
-         std::vector<int64_t> edges;
-         for (int64_t i = 1; i <= 200; ++i) edges.push_back(n / 256 * i + 17);
-         auto* d_edges = p.take<int64_t>(1600);
-         const kernels::AdamWScalars values{1e-9f, 0.9f, 0.95f, 1e-8f, 0.1f, 1, 1, 1, 0};
-         if (!p.exhausted()) {
-           // As in a run: numbers that no case before has written, and second moments that are positive. Roots of
-           // negative numbers and quotients of what comes of them take a slower path through the processor.
-           for (float* x : {w, m, grad}) fill_with_normals(x, 4 * n);
-           cudaMemset(v, 0x3c, static_cast<size_t>(4 * n));
-           cudaMemcpy(scalars, &values, sizeof values, cudaMemcpyHostToDevice);
-           cudaMemcpy(d_edges, edges.data(), 1600, cudaMemcpyHostToDevice);
-         }
-         return [=](cudaStream_t s) {
-           return table().optimizer->adamw(w, {m, v, moments}, copy, grad, n, scalars, d_edges, 200, kType, s);
-         };
-       }});
+  const std::string name = narrow ? "adamw with bf16 copy and moments" : "adamw with bf16 copy";
+  const int64_t gradient_bytes = table_rows ? 4 * n / kUsedOf : 4 * n;
+  cases.push_back({name + (table_rows ? ", few rows used" : ""), std::to_string(n >> 20) + " Mi",
+                   as_bytes((narrow ? 18 : 26) * n + gradient_bytes), 0, [=](Pool& p) -> Launch {
+                     float *w = f32(p, n), *m = f32(p, n), *v = f32(p, n), *grad = f32(p, n);
+                     void* copy = bf16(p, n);
+                     auto* scalars = p.take<kernels::AdamWScalars>(sizeof(kernels::AdamWScalars));
+                     std::vector<int64_t> edges;
+                     for (int64_t i = 1; i <= 200; ++i) edges.push_back(n / 256 * i + 17);
+                     auto* d_edges = p.take<int64_t>(1600);
+                     const kernels::AdamWScalars values{1e-9f, 0.9f, 0.95f, 1e-8f, 0.1f, 1, 1, 1, 0};
+                     if (!p.exhausted()) {
+                       // As in a run: numbers that no case before has written, and second moments that are positive.
+                       // Roots of negative numbers and quotients of what comes of them take a slower path through the
+                       // processor.
+                       for (float* x : {w, m, grad}) fill_with_normals(x, 4 * n);
+                       cudaMemset(v, 0x3c, static_cast<size_t>(4 * n));
+                       cudaMemcpy(scalars, &values, sizeof values, cudaMemcpyHostToDevice);
+                       cudaMemcpy(d_edges, edges.data(), 1600, cudaMemcpyHostToDevice);
+                     }
+                     const kernels::Gradient g = gradient_of(p, grad, n, table_rows);
+                     return [=](cudaStream_t s) {
+                       return table().optimizer->adamw(w, {m, v, moments}, copy, g, n, scalars, d_edges, 200, kType, s);
+                     };
+                   }});
 }
 
 void add_flat(std::vector<Case>& cases, int64_t n) {
   const std::string shape = std::to_string(n >> 20) + " Mi";
-  add_adamw(cases, n, kernels::DType::kF32);
-  add_adamw(cases, n, kernels::DType::kBF16);
-  cases.push_back({"sum_squares", shape, as_bytes(4 * n), 0, [=](Pool& p) -> Launch {
-                     float* x = f32(p, n);
-                     auto* partials = p.take<double>(8 * (n / 65536));
-                     return [=](cudaStream_t s) {
-                       return table().reduce->sum_squares(partials, x, 0, n / 65536, 65536, n, s);
-                     };
-                   }});
+  for (const bool table_rows : {false, true}) {
+    add_adamw(cases, n, kernels::DType::kF32, table_rows);
+    add_adamw(cases, n, kernels::DType::kBF16, table_rows);
+    cases.push_back({table_rows ? "sum_squares, few rows used" : "sum_squares", shape,
+                     as_bytes(table_rows ? 4 * n / kUsedOf : 4 * n), 0, [=](Pool& p) -> Launch {
+                       const kernels::Gradient x = gradient_of(p, f32(p, n), n, table_rows);
+                       auto* partials = p.take<double>(8 * (n / 65536));
+                       return [=](cudaStream_t s) {
+                         return table().reduce->sum_squares(partials, x, 0, n / 65536, 65536, n, s);
+                       };
+                     }});
+  }
   cases.push_back({"digest", shape, as_bytes(4 * n), 0, [=](Pool& p) -> Launch {
                      float* x = f32(p, n);
                      auto* out = p.take<uint64_t>(8);
@@ -266,6 +310,7 @@ std::vector<Case> rowwise_cases() {
   add_loss(cases, 8192, 128256);
   add_embedding(cases, 65536, 768, 50304, 0);
   add_embedding(cases, 16384, 2048, 128256, 0);
+  add_embedding(cases, 8192, 4096, 128256, 0);
   add_embedding(cases, 65536, 768, 256, 0);
   add_embedding(cases, 65536, 768, 1024, 1);
   add_flat(cases, int64_t{128} << 20);

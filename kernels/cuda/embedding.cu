@@ -62,28 +62,36 @@ KernelError forward(void* y, const int32_t* ids, const void* table, const int32_
   });
 }
 
-KernelError backward(float* dtable, const void* dy, const int32_t* ids, int64_t N, int64_t C, int64_t rows,
-                     bool accumulate, void* workspace, DType dtype, StreamHandle stream) {
-  if (C <= 0 || rows <= 0) return kKernelOk;
-  if (N <= 0) {
-    if (accumulate) return kKernelOk;
-    return cudaMemsetAsync(dtable, 0, static_cast<size_t>(rows * C) * sizeof(float), stream_of(stream));
-  }
-  const TokenLists lists = token_lists(N, rows, workspace);
-  const KernelError error = list_tokens(lists, ids, stream);
-  if (error != kKernelOk) return error;
-  return for_dtype(dtype, [&]<class T>(T) {
-    const EmbeddingSum<T> a{dtable, static_cast<const T*>(dy), static_cast<int32_t>(C), accumulate};
-    return sum_tokens(a, lists, stream);
-  });
+KernelError index(void* index, const int32_t* ids, int64_t N, int64_t rows, const TableUpdate& update,
+                  StreamHandle stream) {
+  if (N <= 0 || rows <= 0) return kKernelOk;
+  return list_tokens(token_index(N, rows, index), ids, update, stream);
 }
 
-int64_t backward_workspace_bytes(int64_t N, int64_t rows) { return N <= 0 ? 0 : token_lists(N, rows, nullptr).bytes; }
+int64_t index_bytes(int64_t N, int64_t rows) { return N <= 0 ? 0 : token_index(N, rows, nullptr).bytes; }
+
+KernelError clear_without_tokens(float* dtable, int64_t C, int64_t rows, const TableUpdate& update,
+                                 cudaStream_t stream) {
+  if (update.accumulate) return kKernelOk;
+  const auto words = static_cast<size_t>(update.used != nullptr ? rows : rows * C);
+  return cudaMemsetAsync(update.used != nullptr ? static_cast<void*>(update.used) : dtable, 0, 4 * words, stream);
+}
+
+KernelError backward(float* dtable, const void* dy, const int32_t*, const void* index, int64_t N, int64_t C,
+                     int64_t rows, const TableUpdate& update, DType dtype, StreamHandle stream) {
+  if (C <= 0 || rows <= 0) return kKernelOk;
+  if (N <= 0) return clear_without_tokens(dtable, C, rows, update, stream_of(stream));
+  const TokenIndex lists = token_index(N, rows, const_cast<void*>(index));
+  return for_dtype(dtype, [&]<class T>(T) {
+    const EmbeddingSum<T> a{dtable, static_cast<const T*>(dy), static_cast<int32_t>(C)};
+    return sum_tokens(a, lists, writes_every_row(update), stream);
+  });
+}
 
 }  // namespace
 
 const EmbeddingKernels& embedding() {
-  static constexpr EmbeddingKernels kTable{forward, backward, backward_workspace_bytes};
+  static constexpr EmbeddingKernels kTable{forward, index, index_bytes, backward};
   return kTable;
 }
 

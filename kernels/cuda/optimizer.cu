@@ -95,10 +95,36 @@ __device__ void store_moments_of_one(M* m, M* v, float m1, float v1, const AdamW
   store_moment(v, v1, random >> 16);
 }
 
+// Where the gradient of a tile's elements lies: in a table whose unused rows count as zeros, or anywhere else. Rows
+// begin at multiples of 4, so the four elements at a multiple of 4 lie in one.
+struct TileGradient {
+  const int32_t* used;    // from the tile's first row on
+  int64_t rows;           // from there
+  int32_t width, in_row;  // of the tile's first element; negative in front of the table
+
+  __device__ TileGradient(const Gradient& g, int64_t tile) {
+    const int64_t at = tile - g.table_begin, row = at < 0 ? 0 : at / g.width;
+    used = g.used + row;
+    rows = g.rows - row;
+    width = static_cast<int32_t>(g.width);
+    in_row = at < -kFar ? -kFar : static_cast<int32_t>(at - row * g.width);
+  }
+  // i: of the tile.
+  __device__ bool written(int32_t i) const {
+    const int32_t at = in_row + i;
+    if (at < 0) return true;
+    const int32_t row = at / width;
+    return row >= rows || used[row] != 0;
+  }
+
+ private:
+  static constexpr int32_t kFar = 1 << 20;  // more than a tile
+};
+
 // M: of the moments. first_index: place of element 0 in the model; with kVectors a multiple of 4.
-template <class T, class M, bool kVectors>
+template <class T, class M, bool kVectors, bool kTable>
 __global__ void __launch_bounds__(kThreads)
-    adamw_kernel(float* w, M* m, M* v, T* copy, const float* grad, int64_t n, const AdamWScalars* scalars,
+    adamw_kernel(float* w, M* m, M* v, T* copy, Gradient gradient, int64_t n, const AdamWScalars* scalars,
                  const int64_t* edges, int64_t num_edges, int64_t first_index) {
   constexpr int kPacks = kPacksOf<M>;
   constexpr int64_t kTile = kStep * kPacks;
@@ -107,13 +133,23 @@ __global__ void __launch_bounds__(kThreads)
   const bool whole = kVectors && tile + kTile <= n;
   const int64_t first = tile + int64_t{threadIdx.x} * 4;
   float w4[kPacks][4], m4[kPacks][4], v4[kPacks][4], g4[kPacks][4];
+  const float* const grad = gradient.data;
   if (whole) {  // before anything waits
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
-      load_four(g4[k], grad + first + k * kStep);
+      if (!kTable) load_four(g4[k], grad + first + k * kStep);
       load_four(m4[k], m + first + k * kStep);
       load_four(v4[k], v + first + k * kStep);
       load_four(w4[k], w + first + k * kStep);
+    }
+  }
+  const auto written = [&](int64_t i) { return !kTable || TileGradient(gradient, tile).written(i - tile); };
+  if (kTable && whole) {
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      const int64_t at = first + k * kStep;
+      g4[k][0] = g4[k][1] = g4[k][2] = g4[k][3] = 0.0f;
+      if (written(at)) load_four(g4[k], grad + at);
     }
   }
   const Update update{*scalars};
@@ -136,21 +172,23 @@ __global__ void __launch_bounds__(kThreads)
   }
   for (int64_t i = tile + threadIdx.x; i <= last; i += kThreads) {
     float m1 = static_cast<float>(m[i]), v1 = static_cast<float>(v[i]);
-    update.apply(w[i], m1, v1, grad[i], decays(i));
+    update.apply(w[i], m1, v1, written(i) ? grad[i] : 0.0f, decays(i));
     store_moments_of_one(m + i, v + i, m1, v1, update.s, first_index + i);
     if (copy != nullptr) copy[i] = static_cast<T>(w[i]);
   }
 }
 
-KernelError adamw(float* w, const Moments& moments, void* compute_copy, const float* grad, int64_t n,
+KernelError adamw(float* w, const Moments& moments, void* compute_copy, const Gradient& grad, int64_t n,
                   const AdamWScalars* scalars, const int64_t* decay_edges, int64_t num_edges, DType copy_dtype,
                   StreamHandle stream) {
   if (n <= 0) return kKernelOk;
-  const bool vectors = aligned16(w, moments.m, moments.v, compute_copy, grad) && moments.first_index % 4 == 0;
+  const bool vectors = aligned16(w, moments.m, moments.v, compute_copy, grad.data) && moments.first_index % 4 == 0;
   return for_dtype(copy_dtype, [&]<class T>(T) {
     return for_dtype(moments.dtype, [&]<class M>(M) {
       const auto blocks = static_cast<uint32_t>(ceil_div(n, kStep * kPacksOf<M>));
-      const auto kernel = vectors ? adamw_kernel<T, M, true> : adamw_kernel<T, M, false>;
+      const auto kernel = grad.has_table(0, n)
+                              ? (vectors ? adamw_kernel<T, M, true, true> : adamw_kernel<T, M, false, true>)
+                              : (vectors ? adamw_kernel<T, M, true, false> : adamw_kernel<T, M, false, false>);
       kernel<<<blocks, kThreads, 0, stream_of(stream)>>>(w, static_cast<M*>(moments.m), static_cast<M*>(moments.v),
                                                          static_cast<T*>(compute_copy), grad, n, scalars, decay_edges,
                                                          num_edges, moments.first_index);

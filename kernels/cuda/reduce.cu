@@ -50,11 +50,120 @@ __global__ void __launch_bounds__(kSumThreads)
   if (threadIdx.x == 0) partials[b] = sum;
 }
 
-KernelError sum_squares(double* partials, const float* x, int64_t first, int64_t count, int64_t block, int64_t n,
+// The rows of a table that are to be read, of kSumThreads rows from `first` on: their numbers from there, ascending,
+// into `list`. Returns how many. The block calls it together.
+__device__ inline int32_t list_used_rows(const int32_t* used, int64_t first, int64_t rows, int32_t* list) {
+  __shared__ int32_t warps[kSumThreads / 32];
+  const int lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) / 32;
+  const bool own = first + threadIdx.x < rows && used[first + threadIdx.x] != 0;
+  const uint32_t ballot = __ballot_sync(0xffffffffu, own);
+  __syncthreads();  // the previous call's readers
+  if (lane == 0) warps[warp] = __popc(ballot);
+  __syncthreads();
+  int32_t before = __popc(ballot & ((1u << lane) - 1)), count = 0;
+#pragma unroll
+  for (int w = 0; w < kSumThreads / 32; ++w) {
+    if (w < warp) before += warps[w];
+    count += warps[w];
+  }
+  if (own) list[before] = static_cast<int32_t>(threadIdx.x);
+  __syncthreads();
+  return count;
+}
+
+// Adds to a thread's sum, in the order of the kernel above, what it would add there of the vectors of several ranges.
+struct OwnSquares {
+  static constexpr int kInFlight = 8;
+  const float4* x;
+  double sum = 0;
+
+  __device__ void add(float4 v) {
+    const double a = v.x, b = v.y, c = v.z, d = v.w;
+    sum = fma(a, a, sum), sum = fma(b, b, sum), sum = fma(c, c, sum), sum = fma(d, d, sum);
+  }
+  // Of vectors [begin, end).
+  __device__ static int64_t first_own(int64_t begin) {
+    return begin + ((static_cast<int64_t>(threadIdx.x) - begin) & (kSumThreads - 1));
+  }
+  // range(j, begin, end) sets the j-th range's. Used rows may lie in few blocks, which then have the device's memory to
+  // themselves: a thread reads several vectors before the first is added.
+  template <class Range>
+  __device__ void add_ranges(int32_t count, Range range) {
+    int32_t j = -1;
+    int64_t i = 0, end = 0;
+    const auto settle = [&] {
+      while (i >= end && j < count) {
+        if (++j == count) return;
+        int64_t begin = 0;
+        range(j, begin, end);
+        i = first_own(begin);
+      }
+    };
+    settle();
+    while (j < count) {
+      float4 v[kInFlight];
+#pragma unroll
+      for (int k = 0; k < kInFlight; ++k) {
+        v[k] = make_float4(0, 0, 0, 0);
+        if (j == count) continue;
+        v[k] = __ldcs(x + i);
+        i += kSumThreads;
+        settle();
+      }
+#pragma unroll
+      for (int k = 0; k < kInFlight; ++k) add(v[k]);
+    }
+  }
+};
+
+// The same sums, bit for bit, of a gradient with a table whose unused rows count as zeros: they are left out.
+__global__ void __launch_bounds__(kSumThreads)
+    sum_table_squares_kernel(double* partials, Gradient x, int64_t first, int64_t block, int64_t n, bool aligned) {
+  __shared__ double scratch[32];
+  __shared__ int32_t list[kSumThreads];
+  const int64_t b = blockIdx.x;
+  const int64_t left = n - (first + b) * block, length = left < 0 ? 0 : left < block ? left : block;
+  const float* data = x.data + b * block;
+  const int64_t table = x.table_begin - b * block, table_end = table + x.rows * x.width;  // seen from `data`
+  const auto clip = [&](int64_t i) { return i < 0 ? 0 : i < length ? i : length; };
+  const auto counts = [&](int64_t i) { return i < table || i >= table_end || x.used[(i - table) / x.width] != 0; };
+  OwnSquares own{reinterpret_cast<const float4*>(data)};
+  const int64_t vectors = aligned ? length / 4 : 0;
+  if (aligned) {
+    const auto dense = [&](int64_t from, int64_t to) {
+      own.add_ranges(1, [&](int32_t, int64_t& begin, int64_t& end) { begin = from / 4, end = to / 4; });
+    };
+    const int64_t table_from = clip(table), table_to = clip(table_end);
+    dense(0, table_from);
+    const bool has_rows = table_from < table_to;
+    const int64_t rows_end = has_rows ? (table_to - table + x.width - 1) / x.width : 0;
+    for (int64_t row = has_rows ? (table_from - table) / x.width : 0; row < rows_end; row += kSumThreads) {
+      const int32_t count = list_used_rows(x.used, row, rows_end, list);
+      own.add_ranges(count, [&](int32_t j, int64_t& begin, int64_t& end) {
+        const int64_t at = table + (row + list[j]) * x.width;
+        begin = clip(at) / 4, end = clip(at + x.width) / 4;
+      });
+    }
+    dense(table_to, vectors * 4);
+  }
+  for (int64_t i = vectors * 4 + threadIdx.x; i < length; i += kSumThreads) {
+    const double d = counts(i) ? data[i] : 0.0f;
+    own.sum = fma(d, d, own.sum);
+  }
+  const double sum = group_sum(own.sum, kSumThreads, scratch);
+  if (threadIdx.x == 0) partials[b] = sum;
+}
+
+KernelError sum_squares(double* partials, const Gradient& x, int64_t first, int64_t count, int64_t block, int64_t n,
                         StreamHandle stream) {
   if (count <= 0) return kKernelOk;
-  sum_squares_kernel<<<static_cast<uint32_t>(count), kSumThreads, 0, stream_of(stream)>>>(
-      partials, x, first, block, n, block % 4 == 0 && aligned16(x));
+  const auto blocks = static_cast<uint32_t>(count);
+  const bool aligned = block % 4 == 0 && aligned16(x.data);
+  if (x.has_table(0, count * block)) {
+    sum_table_squares_kernel<<<blocks, kSumThreads, 0, stream_of(stream)>>>(partials, x, first, block, n, aligned);
+  } else {
+    sum_squares_kernel<<<blocks, kSumThreads, 0, stream_of(stream)>>>(partials, x.data, first, block, n, aligned);
+  }
   return launch_error();
 }
 

@@ -20,11 +20,20 @@ KernelError forward(void* y, const int32_t* ids, const void* table, const int32_
   });
 }
 
-KernelError backward(float* dtable, const void* dy, const int32_t* ids, int64_t N, int64_t C, int64_t rows,
-                     bool accumulate, void*, DType dtype, StreamHandle) {
+KernelError index(void*, const int32_t*, int64_t, int64_t, const TableUpdate&, StreamHandle) { return kKernelOk; }
+
+KernelError backward(float* dtable, const void* dy, const int32_t* ids, const void*, int64_t N, int64_t C, int64_t rows,
+                     const TableUpdate& update, DType dtype, StreamHandle) {
   return for_dtype(dtype, [&]<class T>(T) {
-    if (!accumulate) {
+    int32_t* const used = update.used;
+    for (int64_t r = 0; used != nullptr && !update.accumulate && r < rows; ++r) used[r] = 0;
+    if (used == nullptr && !update.accumulate) {
       for (int64_t i = 0; i < rows * C; ++i) dtable[i] = 0.0f;
+    }
+    for (int64_t n = 0; used != nullptr && n < N; ++n) {
+      if (used[ids[n]] != 0) continue;
+      used[ids[n]] = 1;
+      for (int64_t c = 0; c < C; ++c) dtable[ids[n] * C + c] = 0.0f;
     }
     for (int64_t n = 0; n < N; ++n) {
       for (int64_t c = 0; c < C; ++c) {
@@ -37,7 +46,7 @@ KernelError backward(float* dtable, const void* dy, const int32_t* ids, int64_t 
 }  // namespace
 
 const EmbeddingKernels& embedding() {
-  static constexpr EmbeddingKernels kTable{forward, backward, [](int64_t, int64_t) -> int64_t { return 0; }};
+  static constexpr EmbeddingKernels kTable{forward, index, [](int64_t, int64_t) -> int64_t { return 0; }, backward};
   return kTable;
 }
 

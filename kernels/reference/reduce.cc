@@ -11,13 +11,15 @@
 namespace kintsugi::kernels::reference {
 namespace {
 
-KernelError sum_squares(double* partials, const float* x, int64_t first, int64_t count, int64_t block, int64_t n,
+KernelError sum_squares(double* partials, const Gradient& x, int64_t first, int64_t count, int64_t block, int64_t n,
                         StreamHandle) {
   for (int64_t b = 0; b < count; ++b) {
     const int64_t begin = b * block;
     const int64_t end = (first + b + 1) * block < n ? begin + block : n - first * block;
     double sum = 0;
-    for (int64_t i = begin; i < end; ++i) sum += get(x[i]) * get(x[i]);
+    x.for_parts(begin, end, [&](int64_t from, int64_t to, bool written) {
+      for (int64_t i = from; written && i < to; ++i) sum += get(x.data[i]) * get(x.data[i]);
+    });
     partials[b] = sum;
   }
   return kKernelOk;

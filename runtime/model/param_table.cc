@@ -1,5 +1,6 @@
 #include "runtime/model/param_table.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace kintsugi::runtime {
@@ -128,6 +129,11 @@ int64_t ParamTable::num_parameters() const {
   int64_t sum = 0;
   for (const TensorInfo& t : tensors_) sum += t.numel;
   return sum;
+}
+
+bool ParamTable::tied() const {
+  return std::none_of(tensors_.begin() + units_.back().first_tensor, tensors_.end(),
+                      [](const TensorInfo& tensor) { return tensor.matrix; });
 }
 
 const TensorInfo* ParamTable::find(const std::string& name) const {

@@ -52,6 +52,8 @@ class ParamTable {
   int64_t total_length() const;    // elements of the flat space, padding included
   int64_t num_parameters() const;  // a tied table once, no padding
   const TensorInfo* find(const std::string& name) const;
+  const TensorInfo& token_table() const { return tensors_.front(); }  // (V, C)
+  bool tied() const;                                                  // the head's matrix is the token table
 
  private:
   std::vector<UnitInfo> units_;

@@ -40,6 +40,10 @@ class UnitAccess {
   struct Gradients {
     float* data;
     bool accumulate;
+    // Of the embedding's unit: given, (vocab_size) words that kernels write. Backward then leaves the rows of the token
+    // table alone that no token of the step so far has named, and says here which have been: kernels::TableUpdate. Not
+    // with a tied table.
+    int32_t* used_rows = nullptr;
   };
   virtual Result<Gradients> gradients(int unit, Stream& stream) = 0;
   // The unit's gradient of this micro-step is complete on `stream`.

@@ -169,15 +169,21 @@ Status TransformerImpl::attention_backward(const Pass& pass, const UnitWeights& 
 
 Status TransformerImpl::embedding_backward(const Pass& pass, UnitAccess::Gradients g, bool table_written,
                                            Stream& stream) {
-  KTG_RETURN_IF_ERROR(stream.launched(
-      k_.embedding->backward(g.data + layout_.token_table, a_.d_stream, pass.ids, pass.N(), C(), V(),
-                             table_written || g.accumulate, a_.workspace, options_.dtype, stream.handle()),
-      "embedding.backward"));
+  KTG_CHECK(g.used_rows == nullptr || !table_written) << "rows left out of a table that the head's gradient fills";
+  const kernels::TableUpdate tokens{table_written || g.accumulate, g.used_rows};
+  KTG_RETURN_IF_ERROR(table_backward(g.data + layout_.token_table, pass.ids, pass.N(), V(), tokens, stream));
   if (layout_.position_table == kAbsent) return ok_status();
+  return table_backward(g.data + layout_.position_table, pass.positions, pass.N(), config_.max_seq_len, {g.accumulate},
+                        stream);
+}
+
+Status TransformerImpl::table_backward(float* dtable, const int32_t* ids, int64_t N, int64_t rows,
+                                       const kernels::TableUpdate& update, Stream& stream) {
+  const kernels::EmbeddingKernels& k = *k_.embedding;
+  KTG_RETURN_IF_ERROR(stream.launched(k.index(a_.workspace, ids, N, rows, update, stream.handle()), "embedding.index"));
   return stream.launched(
-      k_.embedding->backward(g.data + layout_.position_table, a_.d_stream, pass.positions, pass.N(), C(),
-                             config_.max_seq_len, g.accumulate, a_.workspace, options_.dtype, stream.handle()),
-      "position_embedding.backward");
+      k.backward(dtable, a_.d_stream, ids, a_.workspace, N, C(), rows, update, options_.dtype, stream.handle()),
+      "embedding.backward");
 }
 
 }  // namespace kintsugi::runtime

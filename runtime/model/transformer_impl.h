@@ -105,6 +105,8 @@ class TransformerImpl final : public Transformer {
   Status attention_backward(const Pass& pass, const UnitWeights& w, UnitAccess::Gradients g, LayerActivations& a,
                             Stream& stream);
   Status embedding_backward(const Pass& pass, UnitAccess::Gradients g, bool table_written, Stream& stream);
+  Status table_backward(float* dtable, const int32_t* ids, int64_t N, int64_t rows, const kernels::TableUpdate& update,
+                        Stream& stream);
   // Gradients of y = x W^T + b at the offsets `w` and `b` of a unit: dx overwritten, dW and db as `g` says.
   struct Linear {
     int64_t w, b;

@@ -138,8 +138,8 @@ Activations plan_activations(const ModelConfig& config, const TransformerOptions
   a.d_o = rows(H * D);
   a.workspace_bytes =
       std::max({attention_workspace_bytes(config, options, kernels), norm_workspace_bytes(config, options, kernels),
-                kernels.embedding->backward_workspace_bytes(N, V),
-                gpt2 ? kernels.embedding->backward_workspace_bytes(N, config.max_seq_len) : 0});
+                kernels.embedding->index_bytes(N, V),
+                gpt2 ? kernels.embedding->index_bytes(N, config.max_seq_len) : 0});
   a.workspace = take(a.workspace_bytes);
   return a;
 }

@@ -8,6 +8,7 @@
 #include "kernels/rope.h"
 #include "kernels/stochastic_rounding.h"
 #include "tests/kernels/adamw_scalars.h"
+#include "tests/kernels/table_gradient.h"
 
 namespace kintsugi::kernels {
 namespace {
@@ -114,17 +115,48 @@ TEST_P(ElementwiseTest, EmbeddingEqualsTheReferenceBitForBit) {
     for (const bool accumulate : {false, true}) {
       const Array before = accumulate ? Array::normal(DType::kF32, V * C, rng_) : Array(DType::kF32, V * C);
       Array expected = before;
-      reference::embedding().backward(expected.f32(), dy.data(), ids.data(), N, C, V, accumulate, nullptr, dtype(),
+      reference::embedding().backward(expected.f32(), dy.data(), ids.data(), nullptr, N, C, V, {accumulate}, dtype(),
                                       nullptr);
       for_thread_counts([&](int threads) {
         Array dtable = before;
-        ASSERT_EQ(fast().embedding->backward(dtable.f32(), dy.data(), ids.data(), N, C, V, accumulate, nullptr, dtype(),
-                                             nullptr),
+        ASSERT_EQ(fast().embedding->backward(dtable.f32(), dy.data(), ids.data(), nullptr, N, C, V, {accumulate},
+                                             dtype(), nullptr),
                   kKernelOk);
         EXPECT_TRUE(dtable.same_bits(expected)) << "C " << C << ", threads " << threads;
       });
     }
   }
+}
+
+TEST_P(ElementwiseTest, EmbeddingLeavesRowsAloneThatNoTokenNames) {
+  const int64_t N = 40, C = 27, V = 60;
+  for_thread_counts([&](int threads) {
+    Array table = Array::normal(DType::kF32, V * C, rng_);
+    Array expected = table;
+    std::vector<int32_t> used(static_cast<size_t>(V), 5), expected_used = used, named(used.size());
+    for (int micro_step = 0; micro_step < 4; ++micro_step) {
+      const bool accumulate = micro_step % 2 == 1;
+      if (!accumulate) std::fill(named.begin(), named.end(), 0);
+      std::vector<int32_t> ids(static_cast<size_t>(N));
+      for (int32_t& id : ids) {
+        id = static_cast<int32_t>(rng_() % V);
+        named[static_cast<size_t>(id)] = 1;
+      }
+      const Array dy = Array::normal(dtype(), N * C, rng_), before = table;
+      reference::embedding().backward(expected.f32(), dy.data(), ids.data(), nullptr, N, C, V,
+                                      {accumulate, expected_used.data()}, dtype(), nullptr);
+      ASSERT_EQ(fast().embedding->backward(table.f32(), dy.data(), ids.data(), nullptr, N, C, V,
+                                           {accumulate, used.data()}, dtype(), nullptr),
+                kKernelOk);
+      EXPECT_TRUE(table.same_bits(expected)) << "micro-step " << micro_step << ", threads " << threads;
+      for (int64_t r = 0; r < V; ++r) {
+        const auto row = static_cast<size_t>(r);
+        EXPECT_EQ(used[row] != 0, named[row] != 0) << "row " << r;
+        EXPECT_EQ(expected_used[row] != 0, named[row] != 0) << "row " << r;
+        for (int64_t c = 0; named[row] == 0 && c < C; ++c) EXPECT_EQ(table.get(r * C + c), before.get(r * C + c));
+      }
+    }
+  });
 }
 
 TEST_P(ElementwiseTest, AdamwMatchesTheReferenceAndWritesTheCopy) {
@@ -182,6 +214,36 @@ TEST_P(ElementwiseTest, AdamwBitsDoNotDependOnTheSliceOrTheThreads) {
   slice(0, cut);
   slice(cut, n);
   EXPECT_TRUE(w.same_bits(first));
+}
+
+// Weights, moments and copies decay as they would with a gradient of zeros, to the last bit.
+TEST_P(ElementwiseTest, AdamwTakesUnusedRowsForZeros) {
+  const int64_t n = 20011, begin = 45;
+  const AdamWScalars scalars = scalars_of_step(3);
+  const std::vector<int64_t> edges = {5, 777, 2000, n};
+  for (const int64_t width : {4, 27, 256, 3000}) {
+    const TableGradient g(n, begin, width, (n - begin - 900) / width, 3, rng_);
+    for (const DType moments : {DType::kF32, DType::kBF16}) {
+      const Array w0 = Array::normal(DType::kF32, n, rng_), m0 = Array::normal(moments, n, rng_, 0.01f);
+      Array v0 = m0;
+      for (int64_t i = 0; i < n; ++i) v0.set(i, m0.get(i) * m0.get(i));
+      const auto expect_same = [&](const OptimizerKernels& kernels, int64_t at, int64_t num_edges) {
+        Array w = w0, m = m0, v = v0, copy(dtype(), n), w2 = w0, m2 = m0, v2 = v0, copy2(dtype(), n);
+        kernels.adamw(w.f32() + at, {m.at(at), v.at(at), moments, at}, copy.at(at), g.dense.f32() + at, n - at,
+                      &scalars, edges.data(), num_edges, dtype(), nullptr);
+        kernels.adamw(w2.f32() + at, {m2.at(at), v2.at(at), moments, at}, copy2.at(at),
+                      g.at(g.data.f32(), g.used.data()).from(at), n - at, &scalars, edges.data(), num_edges, dtype(),
+                      nullptr);
+        EXPECT_TRUE(w.same_bits(w2) && m.same_bits(m2) && v.same_bits(v2) && copy.same_bits(copy2))
+            << "width " << width << " from " << at;
+      };
+      expect_same(reference::optimizer(), 0, 4);
+      for_thread_counts([&](int) {
+        expect_same(*fast().optimizer, 0, 4);
+        expect_same(*fast().optimizer, 4001, 0);
+      });
+    }
+  }
 }
 
 TEST_P(ElementwiseTest, AdamwSkipLeavesEverythingAsItIs) {

@@ -7,6 +7,7 @@
 #include "kernels/cross_entropy.h"
 #include "kernels/digest.h"
 #include "kernels/reduce.h"
+#include "tests/kernels/table_gradient.h"
 
 namespace kintsugi::kernels {
 namespace {
@@ -99,6 +100,26 @@ TEST_P(ReductionTest, SumOfSquaresGivesTheSamePartialsHoweverBlocksAreShared) {
   fast().reduce->sum_squares(part.data(), x.f32() + 8 * block, 8, 2, block, n, nullptr);  // the last one is short
   EXPECT_EQ(part[0], first[8]);
   EXPECT_EQ(part[1], first[9]);
+}
+
+TEST_P(ReductionTest, SumOfSquaresTakesUnusedRowsForZerosBitForBit) {
+  for (const int64_t width : {4, 27, 256, 3000}) {
+    const int64_t n = 40003, begin = 45, block = 4096, blocks = (n + block - 1) / block;
+    const TableGradient g(n, begin, width, (n - begin - 900) / width, 2, rng_);
+    const Gradient gradient = g.at(g.data.f32(), g.used.data());
+    const auto sums = [&](const ReduceKernels& kernels, const Gradient& x, int64_t first) {
+      std::vector<double> partials(static_cast<size_t>(blocks - first), std::nan(""));
+      EXPECT_EQ(kernels.sum_squares(partials.data(), x.from(first * block), first, blocks - first, block, n, nullptr),
+                kKernelOk);
+      return partials;
+    };
+    EXPECT_EQ(sums(reference::reduce(), gradient, 0), sums(reference::reduce(), g.dense.f32(), 0)) << width;
+    for_thread_counts([&](int) {
+      for (const int64_t first : {0, 3}) {
+        EXPECT_EQ(sums(*fast().reduce, gradient, first), sums(*fast().reduce, g.dense.f32(), first)) << width;
+      }
+    });
+  }
 }
 
 TEST_P(ReductionTest, SumOfSquaresShowsWhatIsNotFinite) {

@@ -102,21 +102,35 @@ void update_rounded(float* w, Bf16* m, Bf16* v, T* copy, const float* grad, int6
   }
 }
 
-// Elements [at, at + count) of a call.
+// Elements [at, at + count) of a call, whose gradient is `grad` on.
 template <class T, bool kCopy>
-void update_slice(float* w, const Moments& moments, T* copy, const float* grad, int64_t at, int64_t count,
-                  const Constants& k, const AdamWScalars& s) {
+void update_part(float* w, const Moments& moments, T* copy, const float* grad, int64_t at, int64_t count,
+                 const Constants& k, const AdamWScalars& s) {
   T* const copy_at = kCopy ? copy + at : nullptr;
   if (moments.dtype == DType::kF32) {
-    update<T, kCopy>(w + at, static_cast<float*>(moments.m) + at, static_cast<float*>(moments.v) + at, copy_at,
-                     grad + at, count, k);
+    update<T, kCopy>(w + at, static_cast<float*>(moments.m) + at, static_cast<float*>(moments.v) + at, copy_at, grad,
+                     count, k);
   } else {
     update_rounded<T, kCopy>(w + at, static_cast<Bf16*>(moments.m) + at, static_cast<Bf16*>(moments.v) + at, copy_at,
-                             grad + at, count, k, s, moments.first_index + at);
+                             grad, count, k, s, moments.first_index + at);
   }
 }
 
-KernelError adamw(float* w, const Moments& moments, void* compute_copy, const float* grad, int64_t n,
+alignas(64) constexpr float kZeros[1024] = {};
+
+template <class T, bool kCopy>
+void update_slice(float* w, const Moments& moments, T* copy, const Gradient& grad, int64_t at, int64_t count,
+                  const Constants& k, const AdamWScalars& s) {
+  grad.for_parts(at, at + count, [&](int64_t begin, int64_t end, bool written) {
+    if (written) return update_part<T, kCopy>(w, moments, copy, grad.data + begin, begin, end - begin, k, s);
+    constexpr int64_t kMost = sizeof kZeros / sizeof(float);
+    for (int64_t i = begin; i < end; i += kMost) {
+      update_part<T, kCopy>(w, moments, copy, kZeros, i, min_of(kMost, end - i), k, s);
+    }
+  });
+}
+
+KernelError adamw(float* w, const Moments& moments, void* compute_copy, const Gradient& grad, int64_t n,
                   const AdamWScalars* scalars, const int64_t* decay_edges, int64_t num_edges, DType copy_dtype,
                   StreamHandle) {
   if (scalars->skip != 0) return kKernelOk;

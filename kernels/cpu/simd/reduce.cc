@@ -6,9 +6,7 @@
 namespace kintsugi::kernels::cpu::KTG_ISA {
 namespace {
 
-double block_squares(const float* x, int64_t count) {
-  SquareSums sums;
-  for_vectors(count, [&](int64_t i, auto lanes) { sums.add(load(x + i, lanes)); });
+double lanes_sum(const SquareSums& sums) {
   double s[kLanes];
   sums.store(s);
   for (int64_t width = kLanes / 2; width > 0; width /= 2) {
@@ -17,12 +15,40 @@ double block_squares(const float* x, int64_t count) {
   return s[0];
 }
 
-KernelError sum_squares(double* partials, const float* x, int64_t first, int64_t count, int64_t block, int64_t n,
+double block_squares(const float* x, int64_t count) {
+  SquareSums sums;
+  for_vectors(count, [&](int64_t i, auto lanes) { sums.add(load(x + i, lanes)); });
+  return lanes_sum(sums);
+}
+
+// Elements [begin, begin + count) of a gradient that has a table there: piece by piece with zeros in their places.
+double table_squares(const Gradient& x, int64_t begin, int64_t count) {
+  constexpr int64_t kPiece = 64 * kLanes;
+  float piece[kPiece];
+  SquareSums sums;
+  for (int64_t done = 0; done < count; done += kPiece) {
+    const int64_t from = begin + done, length = min_of(kPiece, count - done);
+    x.for_parts(from, from + length, [&](int64_t part, int64_t end, bool written) {
+      const auto bytes = static_cast<size_t>(end - part) * sizeof(float);
+      if (written) {
+        __builtin_memcpy(piece + (part - from), x.data + part, bytes);
+      } else {
+        __builtin_memset(piece + (part - from), 0, bytes);
+      }
+    });
+    for_vectors(length, [&](int64_t i, auto lanes) { sums.add(load(piece + i, lanes)); });
+  }
+  return lanes_sum(sums);
+}
+
+KernelError sum_squares(double* partials, const Gradient& x, int64_t first, int64_t count, int64_t block, int64_t n,
                         StreamHandle) {
   parallel_ranges(count, count * block, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
       const int64_t left = n - (first + b) * block;
-      partials[b] = left > 0 ? block_squares(x + b * block, min_of(block, left)) : 0;
+      const int64_t begin_of_b = b * block, length = left > 0 ? min_of(block, left) : 0;
+      partials[b] = x.has_table(begin_of_b, begin_of_b + length) ? table_squares(x, begin_of_b, length)
+                                                                 : block_squares(x.data + begin_of_b, length);
     }
   });
   return kKernelOk;

@@ -45,13 +45,14 @@ TEST_P(CudaCaptureTest, CrossEntropyByClusters) {
 TEST_P(CudaCaptureTest, EmbeddingAndNormGradientsAddUpOverLaunches) {
   const int64_t N = 3000, C = 256, V = 300;
   const DeviceMemory ids(integers(N, V)), dy(normal(N * C)), x(normal(N * C)), w(normal_f32(C)), rstd(normal_f32(N));
-  const DeviceMemory dx = space(N * C), table_space(cuda::embedding().backward_workspace_bytes(N, V));
+  const DeviceMemory dx = space(N * C), table_space(cuda::embedding().index_bytes(N, V));
   const DeviceMemory norm_space(cuda::norm().backward_workspace_bytes(N, C));
   const Array zero_table(DType::kF32, V * C), zero_dw(DType::kF32, C);
   const DeviceMemory table(zero_table), dw(zero_dw), table2(zero_table), dw2(zero_dw);
   const auto queue = [&](const DeviceMemory& to_table, const DeviceMemory& to_dw, bool add, cudaStream_t stream) {
-    EXPECT_EQ(cuda::embedding().backward(to_table.as<float>(), dy.data(), ids.as<int32_t>(), N, C, V, add,
-                                         table_space.data(), dtype(), stream),
+    EXPECT_EQ(cuda::embedding().index(table_space.data(), ids.as<int32_t>(), N, V, {add}, stream), kKernelOk);
+    EXPECT_EQ(cuda::embedding().backward(to_table.as<float>(), dy.data(), ids.as<int32_t>(), table_space.data(), N, C,
+                                         V, {add}, dtype(), stream),
               kKernelOk);
     EXPECT_EQ(
         cuda::norm().rms_norm_backward(dx.data(), to_dw.as<float>(), dy.data(), x.data(), w.as<float>(),

@@ -3,6 +3,7 @@
 
 #include "tests/kernels/adamw_scalars.h"
 #include "tests/kernels/cuda/rowwise_testing.h"
+#include "tests/kernels/table_gradient.h"
 
 namespace kintsugi::kernels {
 namespace {
@@ -191,6 +192,54 @@ TEST_P(CudaElementwiseTest, AdamwBitsDoNotDependOnTheSliceAndSkipLeavesEverythin
   expect_same_bits(skipped.w.array(DType::kF32), w, "w");
   expect_same_bits(skipped.m.array(DType::kF32), m, "m");
   expect_same_bits(skipped.copy.array(dtype()), Array(dtype(), n), "copy");
+}
+
+// Weights, moments and copies decay as they would with a gradient of zeros, to the last bit.
+TEST_P(CudaElementwiseTest, AdamwTakesUnusedRowsForZeros) {
+  struct Case {
+    int64_t n, begin, width, rows;
+  };
+  for (const Case& c : {Case{40000, 0, 768, 50}, Case{30003, 20, 100, 290}, Case{60004, 1024, 12, 4000},
+                        Case{50000, 4096, 4096, 9}, Case{9000, 0, 4, 2250}}) {
+    const TableGradient g(c.n, c.begin, c.width, c.rows, 3, rng_);
+    const AdamWScalars scalars = scalars_of_step(3);
+    const std::vector<int64_t> edges = {5, 777, 2000, c.n};
+    const DeviceMemory data(g.data), dense(g.dense), used(g.used), d_edges(edges), d_scalars(&scalars, sizeof scalars);
+    for (const DType moments : {DType::kF32, DType::kBF16}) {
+      const Array w = normal_f32(c.n), m = Array::normal(moments, c.n, rng_, 0.01f);
+      Array v = m;
+      for (int64_t i = 0; i < c.n; ++i) v.set(i, m.get(i) * m.get(i));
+      const Buffers expected(w, m, v, dtype()), whole(w, m, v, dtype()), pieces(w, m, v, dtype());
+      const auto update = [&](const Buffers& d, const Gradient& gradient, int64_t begin, int64_t end,
+                              int64_t num_edges) {
+        EXPECT_EQ(
+            cuda::optimizer().adamw(
+                d.w.as<float>() + begin,
+                {d.m.as<char>() + begin * size_of(moments), d.v.as<char>() + begin * size_of(moments), moments, begin},
+                d.copy.as<char>() + begin * size_of(dtype()), gradient.from(begin), end - begin,
+                d_scalars.as<AdamWScalars>(), d_edges.as<int64_t>(), num_edges, dtype(), nullptr),
+            kKernelOk);
+      };
+      const Gradient gradient = g.at(data.as<float>(), used.as<int32_t>());
+      const auto expect_equal = [&](const Buffers& d, const std::string& what) {
+        expect_same_bits(d.w.array(DType::kF32), expected.w.array(DType::kF32), "w" + what);
+        expect_same_bits(d.m.array(moments), expected.m.array(moments), "m" + what);
+        expect_same_bits(d.v.array(moments), expected.v.array(moments), "v" + what);
+        expect_same_bits(d.copy.array(dtype()), expected.copy.array(dtype()), "copy" + what);
+      };
+      const std::string what = ", n " + std::to_string(c.n) + " width " + std::to_string(c.width);
+      update(expected, dense.as<float>(), 0, c.n, 4);
+      update(whole, gradient, 0, c.n, 4);
+      expect_equal(whole, what);
+      // In pieces that begin in the table, at places that vectors may and may not begin at.
+      update(expected, dense.as<float>(), 0, c.n, 0);
+      update(pieces, gradient, 0, c.n, 4);
+      update(pieces, gradient, 0, 4000, 0);
+      update(pieces, gradient, 4000, 6001, 0);
+      update(pieces, gradient, 6001, c.n, 0);
+      expect_equal(pieces, what + ", in pieces");
+    }
+  }
 }
 
 // The numbers before rounding are exact (adamw_scalars.h), so the reference's bits are the only right ones; and with

@@ -4,6 +4,7 @@
 #include "kernels/cross_entropy.h"
 #include "kernels/digest.h"
 #include "tests/kernels/cuda/rowwise_testing.h"
+#include "tests/kernels/table_gradient.h"
 
 namespace kintsugi::kernels {
 namespace {
@@ -95,6 +96,34 @@ TEST_P(CudaReductionTest, CrossEntropyRowsRepeatAndDependOnNoOtherRow) {
                                            nullptr);
     expect_same_bits(alone.array(dtype()), expected, "alone, V " + std::to_string(V));
     EXPECT_EQ(loss.array(DType::kF32).get(0), losses.array(DType::kF32).get(17));
+  }
+}
+
+TEST_P(CudaReductionTest, SumOfSquaresTakesUnusedRowsForZerosBitForBit) {
+  struct Case {
+    int64_t n, begin, width, rows, block;
+    uint32_t rarity;
+  };
+  for (const Case& c :
+       {Case{40000, 0, 768, 50, 4096, 3}, Case{300000, 64, 100, 2900, 70016, 2}, Case{200000, 128, 12, 16000, 66048, 5},
+        Case{90004, 20, 4096, 21, 1024, 1}, Case{77777, 76, 4, 19000, 77, 3}, Case{50003, 0, 256, 190, 50003, 9}}) {
+    const TableGradient g(c.n, c.begin, c.width, c.rows, c.rarity, rng_);
+    const std::string what = "n " + std::to_string(c.n) + " width " + std::to_string(c.width);
+    const int64_t blocks = (c.n + c.block - 1) / c.block;
+    const DeviceMemory data(g.data), dense(g.dense), used(g.used), partials(blocks * 8), expected(blocks * 8);
+    EXPECT_EQ(cuda::reduce().sum_squares(expected.as<double>(), dense.as<float>(), 0, blocks, c.block, c.n, nullptr),
+              kKernelOk);
+    const Gradient whole = g.at(data.as<float>(), used.as<int32_t>());
+    EXPECT_EQ(cuda::reduce().sum_squares(partials.as<double>(), whole, 0, blocks, c.block, c.n, nullptr), kKernelOk);
+    expect_same_bits(partials.array(DType::kF32), expected.array(DType::kF32), what);
+    // Block by block, from within the table and from behind it.
+    partials.fill(0xff);
+    for (int64_t b = 0; b < blocks; ++b) {
+      EXPECT_EQ(
+          cuda::reduce().sum_squares(partials.as<double>() + b, whole.from(b * c.block), b, 1, c.block, c.n, nullptr),
+          kKernelOk);
+    }
+    expect_same_bits(partials.array(DType::kF32), expected.array(DType::kF32), what + ", block by block");
   }
 }
 

@@ -97,6 +97,10 @@ TEST(ParamTableTest, ATiedTableIsOneTensor) {
   EXPECT_EQ(table.find("lm_head.weight"), nullptr);
   EXPECT_EQ(table.units().back().num_tensors, 1);
   EXPECT_EQ(table.find("model.embed_tokens.weight")->unit, 0);
+  EXPECT_EQ(&table.token_table(), table.find("model.embed_tokens.weight"));
+  EXPECT_TRUE(table.tied());
+  c.tied_embedding = false;
+  EXPECT_FALSE(ParamTable::build(c).tied());
 }
 
 TEST(InitParametersTest, DependsOnTheElementAloneAndLeavesPaddingZero) {
