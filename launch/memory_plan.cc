@@ -146,7 +146,10 @@ MemoryPlan make_plan(const RunConfig& config, int world_size, const std::optiona
                                                              .moments = config.moments(),
                                                              .world_size = world_size,
                                                              .num_micro_steps = tokens.num_micro_steps})
-              : parallel::DataParallel::device_bytes(table, config.moments(), tokens.num_micro_steps);
+              : parallel::DataParallel::device_bytes(table, {.config = config.parallelism,
+                                                             .moments = config.moments(),
+                                                             .world_size = world_size,
+                                                             .num_micro_steps = tokens.num_micro_steps});
       plan.items.push_back({"update", scalars, mine});
       plan.items.push_back({"libraries", device->library_bytes, mine});
       const comm::NcclPlace place{.rank = 0, .ranks_on_host = world_size, .gpus_on_host = device->gpus_on_host};

@@ -17,6 +17,16 @@ OwnedUpdate whole_update(const runtime::ParamTable& table, const MomentsOptions&
   return OwnedUpdate(table, std::span(&all, 1), OwnedUpdate::halves(table.total_length()), moments);
 }
 
+// A table with fewer rows has a token in most of them.
+constexpr int64_t kFewestRows = 4096;
+
+// See DataParallel::gradient(). 0: all rows are written.
+int64_t used_rows_bytes(const runtime::ParamTable& table, const DataParallelOptions& options) {
+  const std::vector<int64_t>& shape = table.token_table().shape;
+  const bool apart = options.world_size == 1 && !options.config.fixed_order() && !table.tied();
+  return apart && shape[0] >= kFewestRows && shape[1] % 4 == 0 ? shape[0] * static_cast<int64_t>(sizeof(int32_t)) : 0;
+}
+
 GradientStack plan_stack(const DataParallelOptions& options) {
   if (!options.config.fixed_order()) return {};
   return plan_gradient_stack(options.config.virtual_shards, options.rank, options.world_size);
@@ -59,9 +69,19 @@ Result<std::unique_ptr<DataParallel>> DataParallel::create(const runtime::ParamT
   return parallel;
 }
 
-int64_t DataParallel::device_bytes(const runtime::ParamTable& table, const MomentsOptions& moments,
-                                   int64_t num_micro_steps) {
-  return whole_update(table, moments).device_bytes() + DeviceVote::device_bytes(num_micro_steps);
+int64_t DataParallel::device_bytes(const runtime::ParamTable& table, const DataParallelOptions& options) {
+  return whole_update(table, options.moments).device_bytes() + DeviceVote::device_bytes(options.num_micro_steps) +
+         used_rows_bytes(table, options);
+}
+
+kernels::Gradient DataParallel::gradient() const {
+  kernels::Gradient g(buffers_[0]);
+  const runtime::TensorInfo& tokens = table_.token_table();
+  g.used = used_rows_.as<int32_t>();
+  g.table_begin = tokens.offset;
+  g.rows = tokens.shape[0];
+  g.width = tokens.shape[1];
+  return g;
 }
 
 Status DataParallel::prepare_device(runtime::Stream& stream) {
@@ -89,6 +109,9 @@ Status DataParallel::allocate(comm::SymmetricHeap& heap) {
     for (int j = 0; j < stack_.num_parts; ++j) parts_.push_back(buffers_[j] + bucket.begin);
   }
   vote_->attach(vote);
+  if (const int64_t bytes = used_rows_bytes(table_, options_); bytes > 0) {
+    KTG_ASSIGN_OR_RETURN(used_rows_, backend_.allocate(bytes, "marks of the token table's rows"));
+  }
   if (plan.compute_copy_bytes > 0) {
     KTG_ASSIGN_OR_RETURN(compute_copy_, backend_.allocate(plan.compute_copy_bytes, "compute copy of the weights"));
   }
@@ -171,7 +194,9 @@ Result<runtime::UnitAccess::Gradients> DataParallel::gradients(int unit, runtime
   in_backward_ = true;
   if (unit == table_.num_units() / 2) KTG_RETURN_IF_ERROR(at(StepPoint::kBackward));
   const int buffer = layout_.fixed_order() ? stack_.shards[micro_step_].buffer : 0;
-  return Gradients{buffers_[buffer] + table_.units()[unit].offset, !layout_.fixed_order() && micro_step_ > 0};
+  return Gradients{.data = buffers_[buffer] + table_.units()[unit].offset,
+                   .accumulate = !layout_.fixed_order() && micro_step_ > 0,
+                   .used_rows = unit == 0 ? used_rows_.as<int32_t>() : nullptr};
 }
 
 Status DataParallel::gradients_ready(int unit, runtime::Stream& stream) {

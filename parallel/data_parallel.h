@@ -41,9 +41,11 @@ class DataParallel final : public ParallelMode {
                                                       comm::SymmetricHeap& heap, runtime::Stream& stream);
 
   // Device memory that create() takes beside the heap and the compute copy.
-  static int64_t device_bytes(const runtime::ParamTable& table, const MomentsOptions& moments, int64_t num_micro_steps);
+  static int64_t device_bytes(const runtime::ParamTable& table, const DataParallelOptions& options);
 
-  const float* gradient() const { return buffers_[0]; }
+  // The reduced gradient. With one rank, which no other adds its own to, rows of the token table that no token of the
+  // step named are never written, and count as zeros; not where the table is tied or virtual shards are added up.
+  kernels::Gradient gradient() const;
   const std::vector<Bucket>& buckets() const { return buckets_; }
 
   // ParallelMode. Only Communicators::world is used; null at one rank of a device: then nothing is summed with anybody.
@@ -93,13 +95,14 @@ class DataParallel final : public ParallelMode {
   runtime::Backend& backend_;
   const std::vector<Bucket> buckets_;
   OwnedUpdate owned_update_;
-  const GradientStack stack_;     // fixed order only
+  const GradientStack stack_;  // fixed order only
   const std::unique_ptr<Vote> vote_;
   std::unique_ptr<DeviceVote> device_vote_;  // on a device
 
   runtime::TrainState state_;
   runtime::Buffer compute_copy_;  // empty in fp32
   std::vector<float*> buffers_;   // [0] holds the reduced gradient in the end
+  runtime::Buffer used_rows_;     // of the token table; empty: every row is written
   std::vector<float*> parts_;     // fixed order: num_parts pointers a bucket
   comm::Communicator* communicator_ = nullptr;
   std::function<Status(StepPoint)> probe_;

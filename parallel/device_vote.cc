@@ -51,7 +51,7 @@ Status DeviceVote::upload(const kernels::StepInputs& inputs, runtime::Stream& st
   return backend_.copy(device().inputs, &staged, sizeof(staged), stream);
 }
 
-Status DeviceVote::enter(const float* gradient, runtime::Stream& stream) {
+Status DeviceVote::enter(const kernels::Gradient& gradient, runtime::Stream& stream) {
   KTG_RETURN_IF_ERROR(
       stream.launched(backend_.kernels().vote->fill_record(vote_.record(), device().inputs, device().losses,
                                                            num_losses_, add_up_, vote_.shape(), stream.handle()),

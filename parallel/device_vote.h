@@ -41,7 +41,7 @@ class DeviceVote {
   // What the host says of the next step. Its predecessor has been published, or nothing is in flight.
   Status upload(const kernels::StepInputs& inputs, runtime::Stream& stream);
   kernels::LossSums* losses(int64_t micro_step) const { return device().losses + micro_step; }
-  Status enter(const float* gradient, runtime::Stream& stream);
+  Status enter(const kernels::Gradient& gradient, runtime::Stream& stream);
   Status gather(comm::Communicator& communicator, runtime::Stream& stream, Deadline deadline);
   Status count(runtime::Stream& stream);
   const kernels::AdamWScalars* scalars() const { return device().scalars; }

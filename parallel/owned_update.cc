@@ -106,8 +106,8 @@ Status OwnedUpdate::prepare_device(runtime::Backend& backend, runtime::Stream& s
 }
 
 Status OwnedUpdate::part(int part, const runtime::TrainState& state, void* copy, kernels::DType dtype,
-                         const float* gradient, const kernels::AdamWScalars* scalars, const runtime::Backend& backend,
-                         runtime::Stream& stream) const {
+                         const kernels::Gradient& gradient, const kernels::AdamWScalars* scalars,
+                         const runtime::Backend& backend, runtime::Stream& stream) const {
   const int64_t* edges = device_edges_.data() == nullptr ? edges_.data() : device_edges_.as<int64_t>();
   const auto p = static_cast<size_t>(part);
   if (stage_) KTG_RETURN_IF_ERROR(stage_->begin(stream));
@@ -121,8 +121,8 @@ Status OwnedUpdate::part(int part, const runtime::TrainState& state, void* copy,
     moments.first_index = range.begin;
     uint8_t* copy_begin = copy == nullptr ? nullptr : static_cast<uint8_t*>(copy) + begin * kernels::size_of(dtype);
     KTG_RETURN_IF_ERROR(stream.launched(
-        backend.kernels().optimizer->adamw(state.weights + begin, moments, copy_begin, gradient + begin, range.count,
-                                           scalars, edges + first_edge, num_edges, dtype, stream.handle()),
+        backend.kernels().optimizer->adamw(state.weights + begin, moments, copy_begin, gradient.from(begin),
+                                           range.count, scalars, edges + first_edge, num_edges, dtype, stream.handle()),
         "adamw"));
     if (stage_) KTG_RETURN_IF_ERROR(stage_->take_back(state, begin, range.count, stream));
   }

@@ -40,8 +40,9 @@ class OwnedUpdate {
   Status prepare_device(runtime::Backend& backend, runtime::Stream& stream);
   // Part `part` of `state`. `gradient` has as many elements. `copy`: the weights of type `dtype` that kernels read;
   // null: none. `scalars` lies where kernels read it when they run.
-  Status part(int part, const runtime::TrainState& state, void* copy, kernels::DType dtype, const float* gradient,
-              const kernels::AdamWScalars* scalars, const runtime::Backend& backend, runtime::Stream& stream) const;
+  Status part(int part, const runtime::TrainState& state, void* copy, kernels::DType dtype,
+              const kernels::Gradient& gradient, const kernels::AdamWScalars* scalars, const runtime::Backend& backend,
+              runtime::Stream& stream) const;
 
  private:
   struct Piece {

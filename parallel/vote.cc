@@ -23,21 +23,23 @@ Vote::Vote(const std::vector<runtime::UnitInfo>& units, const Mesh& mesh, const 
 
 int64_t Vote::memory_bytes() const { return shape_.world_size() * shape_.record_bytes(); }
 
-Status Vote::sum_squares(const float* gradient, const runtime::Backend& backend, runtime::Stream& stream) const {
+Status Vote::sum_squares(const kernels::Gradient& gradient, const runtime::Backend& backend,
+                         runtime::Stream& stream) const {
   auto* partials = reinterpret_cast<double*>(record() + shape_.partials_offset());
   const int64_t count = shape_.blocks_per_rank(), first = replica_ * count;
   for (int u = 0; u < shards_.num_units(); ++u) {
     const int64_t block = block_lengths_[static_cast<size_t>(u)];
-    KTG_RETURN_IF_ERROR(stream.launched(
-        backend.kernels().reduce->sum_squares(partials + u * count, gradient + shards_[u].local_begin + first * block,
-                                              first, count, block, shards_[u].count, stream.handle()),
-        "sum_squares"));
+    KTG_RETURN_IF_ERROR(stream.launched(backend.kernels().reduce->sum_squares(
+                                            partials + u * count, gradient.from(shards_[u].local_begin + first * block),
+                                            first, count, block, shards_[u].count, stream.handle()),
+                                        "sum_squares"));
   }
   return ok_status();
 }
 
-Result<VoteResult> Vote::run(const float* gradient, const VoteBallot& ballot, comm::Communicator& communicator,
-                             const runtime::Backend& backend, runtime::Stream& stream, Deadline deadline) {
+Result<VoteResult> Vote::run(const kernels::Gradient& gradient, const VoteBallot& ballot,
+                             comm::Communicator& communicator, const runtime::Backend& backend, runtime::Stream& stream,
+                             Deadline deadline) {
   KTG_CHECK(static_cast<int64_t>(ballot.losses.size()) <= shape_.losses_per_rank)
       << ballot.losses.size() << " losses, room for " << shape_.losses_per_rank;
   const kernels::VoteHeader header{.step = ballot.step,

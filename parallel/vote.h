@@ -52,11 +52,11 @@ class Vote {
 
   // `gradient` is reduced: this rank's shard, or the whole, which is one shard of one. Collective; blocks until every
   // rank has entered.
-  Result<VoteResult> run(const float* gradient, const VoteBallot& ballot, comm::Communicator& communicator,
+  Result<VoteResult> run(const kernels::Gradient& gradient, const VoteBallot& ballot, comm::Communicator& communicator,
                          const runtime::Backend& backend, runtime::Stream& stream, Deadline deadline);
 
   // Queues the sums of squares of this rank's blocks into its record.
-  Status sum_squares(const float* gradient, const runtime::Backend& backend, runtime::Stream& stream) const;
+  Status sum_squares(const kernels::Gradient& gradient, const runtime::Backend& backend, runtime::Stream& stream) const;
 
   const kernels::VoteShape& shape() const { return shape_; }
   uint8_t* records() const { return memory_; }

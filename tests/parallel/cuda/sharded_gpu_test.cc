@@ -260,5 +260,30 @@ TEST(ShardedGpuTest, OneRankHasTheBitsOfDataParallelInEveryModeAndOrder) {
   world.join(std::chrono::seconds(60));
 }
 
+// One rank of ddp never writes the gradient of rows that no token names; the sharded modes write zeros there.
+TEST(ShardedGpuTest, RowsThatNoTokenNamesDecayAsWithAGradientOfZeros) {
+  GpuWorld world(1, 4 << 20);
+  world.start_all([&](GpuRank& rank) {
+    for (const int64_t micro_batch : {8, 2}) {
+      for (const kernels::DType moments : {kernels::DType::kF32, kernels::DType::kBF16}) {
+        TrainOptions o = small_model(/*tied=*/false);
+        o.parallel.reduce_order = "fast";
+        o.model.vocab_size = 4999;
+        o.moments.dtype = moments;
+        o.micro_batch = micro_batch;
+        o.steps = 6;
+        const RankResult one = alone(o, rank.backend(), rank.stream());
+        o.parallel.mode = "zero1";
+        compare(alone(o, rank.backend(), rank.stream()), one, o.name());
+        o.parallel.mode = "ddp";
+        o.moments.on_host = true;
+        o.moments.bucket = 4096;
+        compare(alone(o, rank.backend(), rank.stream()), one, o.name());
+      }
+    }
+  });
+  world.join(std::chrono::seconds(60));
+}
+
 }  // namespace
 }  // namespace kintsugi::parallel

@@ -50,6 +50,23 @@ TEST(ShardedTrainingTest, InitialWeightsHaveTheSameBitsInEveryLayout) {
   }
 }
 
+// One rank of ddp never writes the gradient of rows that no token names; zero1 writes zeros there.
+TEST(ShardedTrainingTest, RowsThatNoTokenNamesDecayAsWithAGradientOfZeros) {
+  TrainOptions options;
+  options.model = uneven_models()[0];
+  options.model.vocab_size = 4999;
+  options.steps = 6;
+  for (const int64_t micro_batch : {24, 6}) {
+    for (const bool narrow : {false, true}) {
+      options.micro_batch = micro_batch;
+      options.moments = {
+          .dtype = narrow ? kernels::DType::kBF16 : kernels::DType::kF32, .on_host = narrow, .bucket = 8192};
+      expect_same_bits(train_on_threads(in_layout(options, {"ddp", 1, 0}), 1),
+                       train_on_threads(in_layout(options, {"zero1", 1, 0}), 1), options.name());
+    }
+  }
+}
+
 TEST(ShardedTrainingTest, RecomputationKeptWeightsAndNoOverlapChangeNoBit) {
   const TrainOptions options = fixed_order(uneven_models()[0], 24);
   const Trained one = train_on_threads(options, 1);
