@@ -249,9 +249,10 @@ void add_flat(std::vector<Case>& cases, int64_t n) {
     cases.push_back({table_rows ? "sum_squares, few rows used" : "sum_squares", shape,
                      as_bytes(table_rows ? 4 * n / kUsedOf : 4 * n), 0, [=](Pool& p) -> Launch {
                        const kernels::Gradient x = gradient_of(p, f32(p, n), n, table_rows);
-                       auto* partials = p.take<double>(8 * (n / 65536));
+                       const int64_t partials = table_rows ? 128 : n / 65536;  // a training step has 120 of a table
+                       auto* out = p.take<double>(8 * partials);
                        return [=](cudaStream_t s) {
-                         return table().reduce->sum_squares(partials, x, 0, n / 65536, 65536, n, s);
+                         return table().reduce->sum_squares(out, x, 0, partials, n / partials, n, s);
                        };
                      }});
   }
