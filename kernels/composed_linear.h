@@ -1,14 +1,15 @@
-// The calls of GemmKernels that are two calls of their own family in a row: for implementations without a fused form.
-//   GemmKernels{..., Composed::gelu_forward, ...} where Composed = ComposedLinear<gemm, activation>;
+// The calls of GemmKernels that are two calls in a row: for implementations without a fused form.
+//   GemmKernels{..., Composed::gelu_forward, ...} where Composed = ComposedLinear<gemm, activation, rope>;
 #pragma once
 
 #include "kernels/activation.h"
 #include "kernels/gemm.h"
+#include "kernels/rope.h"
 
 namespace kintsugi::kernels {
 
-// kGemm and kActivation: the implementation's getters. Contracts as in gemm.h.
-template <const GemmKernels& (*kGemm)(), const ActivationKernels& (*kActivation)()>
+// kGemm, kActivation and kRope: the implementation's getters. Contracts as in gemm.h.
+template <const GemmKernels& (*kGemm)(), const ActivationKernels& (*kActivation)(), const RopeKernels& (*kRope)()>
 struct ComposedLinear {
   static KernelError gelu_forward(void* y, void* up, const void* x, const void* w, const float* bias, int64_t N,
                                   int64_t I, int64_t O, DType dtype, StreamHandle stream) {
@@ -33,6 +34,16 @@ struct ComposedLinear {
                                            StreamHandle stream) {
     const KernelError error = kGemm().linear_backward_input(d_act, dy, w, N, F, O, false, dtype, stream);
     return error != kKernelOk ? error : kActivation().swiglu_backward(d_gate_up, d_act, gate_up, N, F, dtype, stream);
+  }
+
+  static KernelError rotary_forward(void* y, const void* x, const void* w, const float* bias,
+                                    const HeadRotation& rotation, int64_t N, int64_t I, DType dtype,
+                                    StreamHandle stream) {
+    const int64_t O = rotation.heads * rotation.D;
+    const KernelError error = kGemm().linear_forward(y, x, w, bias, N, I, O, dtype, stream);
+    return error != kKernelOk ? error
+                              : kRope().rotate(y, rotation.positions, rotation.cos_sin, N, rotation.turned, rotation.D,
+                                               O, false, dtype, stream);
   }
 
   static KernelError backward_weight_bias(float* dw, float* dbias, const void* dy, const void* x, int64_t N, int64_t I,

@@ -22,6 +22,15 @@ struct LinearShape {
   bool gelu_before = false;    // linear_gelu_backward_input runs its backward pass
   bool swiglu_after = false;   // linear_swiglu_forward runs it; O is 2 F
   bool swiglu_before = false;  // linear_swiglu_backward_input runs its backward pass; I is F
+  int64_t rotary_after = 0;    // above 0: linear_rotary_forward runs it, for heads of so many columns
+};
+
+// What linear_rotary_forward does to its sums: of `heads` heads of D columns side by side the first `turned` are turned
+// by their row's position. positions, cos_sin and D as in kernels/rope.h.
+struct HeadRotation {
+  const int32_t* positions;
+  const float* cos_sin;
+  int64_t turned, heads, D;
 };
 
 struct GemmKernels {
@@ -57,6 +66,12 @@ struct GemmKernels {
   KernelError (*linear_swiglu_backward_input)(void* d_gate_up, void* d_act, const void* dy, const void* w,
                                               const void* gate_up, int64_t N, int64_t F, int64_t O, DType dtype,
                                               StreamHandle stream);
+  // The layer in front of attention: y (N, heads D) = x w^T + bias, w (heads D, I), then turned. Like linear_forward
+  // and RopeKernels::rotate: what is turned was rounded to T. On the device, in bf16 without a bias and from 1,024 rows
+  // on, a row has the same bits whatever N is.
+  KernelError (*linear_rotary_forward)(void* y, const void* x, const void* w, const float* bias,
+                                       const HeadRotation& rotation, int64_t N, int64_t I, DType dtype,
+                                       StreamHandle stream);
   // linear_backward_weight and linear_backward_bias at once: dy is read once where the library can.
   KernelError (*linear_backward_weight_bias)(float* dw, float* dbias, const void* dy, const void* x, int64_t N,
                                              int64_t I, int64_t O, bool accumulate, DType dtype, StreamHandle stream);

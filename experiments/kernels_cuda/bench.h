@@ -37,6 +37,9 @@ class Pool {
   int64_t used_ = 0;
 };
 
+// n numbers below `bound`: random ones, or 0, 1, ... each `step` times in a row and then again from 0.
+int32_t* integers(Pool& pool, int64_t n, int64_t bound, int64_t step);
+
 // Normal numbers as bf16; two of them side by side are a sensible fp32, too. False: the device failed.
 bool fill_with_normals(void* data, int64_t size_bytes);
 
@@ -55,8 +58,9 @@ std::vector<Case> rowwise_cases();
 // Attention by its library at the training shapes, and by our plain kernels at one of them.
 std::vector<Case> attention_cases();
 std::vector<Case> bias_gradient_cases();
-// The products in front of SwiGLU and behind it, which compute it, too.
-std::vector<Case> swiglu_product_cases();
+// The products in front of SwiGLU and behind it, which compute it, too; those in front of attention, with the rotation
+// of heads in them and behind them.
+std::vector<Case> fused_product_cases();
 
 // Prints and returns what building attention's graphs costs, and the scratch they want.
 nlohmann::json attention_builds();

@@ -139,7 +139,7 @@ int run(int argc, char** argv) {
   if (!filters.empty() && wanted("sustained")) print_sustained_products(pool, timer.stream);
   if (!filters.empty() && wanted("plans")) print_attention_plans(pool, timer.stream);
   std::vector<Case> cases = rowwise_cases();
-  for (auto more : {bias_gradient_cases, swiglu_product_cases, attention_cases}) {
+  for (auto more : {bias_gradient_cases, fused_product_cases, attention_cases}) {
     for (Case& c : more()) cases.push_back(std::move(c));
   }
   for (const Case& c : cases) {

@@ -152,6 +152,33 @@ void add_documents(std::vector<Case>& cases, const ModelShape& m) {
   }
 }
 
+// The product in front of attention, whose heads are turned in it, and the library's product and then the rotation.
+void add_rotary(std::vector<Case>& cases, const ModelShape& m) {
+  const int64_t N = m.B * m.T, C = m.C, turned = m.H + m.K, heads = turned + m.K, D = m.D, T = m.T;
+  const double operations = 2.0 * static_cast<double>(N) * static_cast<double>(C * heads * D);
+  const std::string shape = std::string(m.name) + ", " + std::to_string(N) + " x " + std::to_string(C);
+  for (const bool at_once : {true, false}) {
+    cases.push_back(
+        {at_once ? "linear and rope at once" : "linear and rope in a row", shape, 0, operations,
+         [=](Pool& pool) -> Launch {
+           void* y = pool.take(N * heads * D * 2);
+           const void *x = pool.take(N * C * 2), *w = pool.take(heads * D * C * 2);
+           const kernels::HeadRotation rotation{integers(pool, N, T, 1), pool.take<float>(T * D * 4), turned, heads, D};
+           return [=](cudaStream_t stream) -> KernelError {
+             const kernels::GemmKernels& k = kernels::cuda::gemm();
+             if (at_once) {
+               return k.linear_rotary_forward(y, x, w, nullptr, rotation, N, C, DType::kBF16, stream);
+             }
+             const KernelError error = k.linear_forward(y, x, w, nullptr, N, C, heads * D, DType::kBF16, stream);
+             return error != kernels::kKernelOk
+                        ? error
+                        : kernels::cuda::rope().rotate(y, rotation.positions, rotation.cos_sin, N, turned, D, heads * D,
+                                                       false, DType::kBF16, stream);
+           };
+         }});
+  }
+}
+
 struct EpilogueCase {
   const char* what;
   GemmProblem problem;
@@ -219,9 +246,10 @@ nlohmann::json bench_epilogues(Pool& pool, cudaStream_t stream) {
   return rows;
 }
 
-std::vector<Case> swiglu_product_cases() {
+std::vector<Case> fused_product_cases() {
   std::vector<Case> cases;
   for (const ModelShape& m : kModels) {
+    add_rotary(cases, m);
     const int64_t N = m.B * m.T, C = m.C, F = m.F;
     const double operations = 2.0 * static_cast<double>(N) * static_cast<double>(C * F);
     const std::string shape = std::string(m.name) + ", " + std::to_string(N) + " x " + std::to_string(C);

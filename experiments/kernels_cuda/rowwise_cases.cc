@@ -6,14 +6,6 @@
 #include "experiments/kernels_cuda/bench.h"
 
 namespace kintsugi::kernels_cuda {
-namespace {
-
-constexpr DType kType = DType::kBF16;
-const kernels::KernelTable& table() { return kernels::cuda::kernels(); }
-std::string rows_by(int64_t N, int64_t C) { return std::to_string(N) + " x " + std::to_string(C); }
-
-void* bf16(Pool& pool, int64_t n) { return pool.take(2 * n); }
-float* f32(Pool& pool, int64_t n) { return pool.take<float>(4 * n); }
 
 int32_t* integers(Pool& pool, int64_t n, int64_t bound, int64_t step) {
   std::vector<int32_t> values(static_cast<size_t>(n));
@@ -25,6 +17,15 @@ int32_t* integers(Pool& pool, int64_t n, int64_t bound, int64_t step) {
   if (!pool.exhausted()) cudaMemcpy(device, values.data(), static_cast<size_t>(4 * n), cudaMemcpyHostToDevice);
   return device;
 }
+
+namespace {
+
+constexpr DType kType = DType::kBF16;
+const kernels::KernelTable& table() { return kernels::cuda::kernels(); }
+std::string rows_by(int64_t N, int64_t C) { return std::to_string(N) + " x " + std::to_string(C); }
+
+void* bf16(Pool& pool, int64_t n) { return pool.take(2 * n); }
+float* f32(Pool& pool, int64_t n) { return pool.take<float>(4 * n); }
 
 double as_bytes(int64_t n) { return static_cast<double>(n); }
 

@@ -40,7 +40,7 @@ const char* library() {
   return name != nullptr ? name : "built-in blocked";
 }
 
-using Composed = ComposedLinear<gemm, activation>;
+using Composed = ComposedLinear<gemm, activation, rope>;
 
 }  // namespace
 
@@ -53,6 +53,7 @@ const GemmKernels& gemm() {
                                       Composed::gelu_backward_input,
                                       Composed::swiglu_forward,
                                       Composed::swiglu_backward_input,
+                                      Composed::rotary_forward,
                                       Composed::backward_weight_bias,
                                       library};
   return kTable;

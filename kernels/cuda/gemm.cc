@@ -10,6 +10,7 @@
 #include "kernels/cuda/gemv.h"
 #include "kernels/cuda/library_handles.h"
 #include "kernels/cuda/matmul.h"
+#include "kernels/cuda/rotary_linear.h"
 #include "kernels/cuda/swiglu_linear.h"
 
 namespace kintsugi::kernels::cuda {
@@ -121,7 +122,7 @@ KernelError linear_gelu_backward_input(void* d_up, const void* dy, const void* w
   return error != kKernelOk || N == 0 ? error : activation().gelu_backward(d_up, d_up, up, N, I, dtype, stream);
 }
 
-using Composed = ComposedLinear<gemm, activation>;
+using Composed = ComposedLinear<gemm, activation, rope>;
 
 KernelError linear_swiglu_forward(void* y, void* gate_up, const void* x, const void* w, const float* bias, int64_t N,
                                   int64_t I, int64_t F, DType dtype, StreamHandle stream) {
@@ -143,6 +144,17 @@ KernelError linear_swiglu_backward_input(void* d_gate_up, void* d_act, const voi
   return Composed::swiglu_backward_input(d_gate_up, d_act, dy, w, gate_up, N, F, O, dtype, stream);
 }
 
+KernelError linear_rotary_forward(void* y, const void* x, const void* w, const float* bias,
+                                  const HeadRotation& rotation, int64_t N, int64_t I, DType dtype,
+                                  StreamHandle stream) {
+  if (rotary_linear_applies(N, I, rotation.heads, rotation.D, dtype) && bias == nullptr && aligned(y) && aligned(x) &&
+      aligned(w) && aligned(rotation.cos_sin)) {
+    const KernelError error = rotary_linear_forward(y, x, w, rotation, N, I, stream);
+    if (error != kNotSupported) return error;
+  }
+  return Composed::rotary_forward(y, x, w, bias, rotation, N, I, dtype, stream);
+}
+
 KernelError linear_backward_weight_bias(float* dw, float* dbias, const void* dy, const void* x, int64_t N, int64_t I,
                                         int64_t O, bool accumulate, DType dtype, StreamHandle stream) {
   // The library overwrites a bias gradient.
@@ -160,10 +172,10 @@ KernelError linear_backward_weight_bias(float* dw, float* dbias, const void* dy,
 }  // namespace
 
 const GemmKernels& gemm() {
-  static constexpr GemmKernels kTable{linear_forward,        linear_backward_input,        linear_backward_weight,
-                                      linear_backward_bias,  linear_gelu_forward,          linear_gelu_backward_input,
-                                      linear_swiglu_forward, linear_swiglu_backward_input, linear_backward_weight_bias,
-                                      cublaslt_version};
+  static constexpr GemmKernels kTable{
+      linear_forward,        linear_backward_input,       linear_backward_weight, linear_backward_bias,
+      linear_gelu_forward,   linear_gelu_backward_input,  linear_swiglu_forward,  linear_swiglu_backward_input,
+      linear_rotary_forward, linear_backward_weight_bias, cublaslt_version};
   return kTable;
 }
 

@@ -1,16 +1,10 @@
-// A matrix product in bf16 whose epilogue is SwiGLU or its backward pass (kernels/gemm.h: linear_swiglu_forward,
-// linear_swiglu_backward_input). Internal to kernels/cuda.
+// Matrix products in bf16 whose epilogue is SwiGLU or its backward pass (kernels/gemm.h: linear_swiglu_forward,
+// linear_swiglu_backward_input). Internal to kernels/cuda. How they multiply: fused_linear.cuh.
 //   forward    gate_up (N, 2 F) = x (N, K) w (2 F, K)^T;  y (N, F) = silu(gate) up
 //   backward   d_act (N, F) = dy (N, K) w (K, F), which stays in registers;  d_gate_up (N, 2 F) from it and gate_up
-//
-// A block is a warpgroup that copies and two that multiply, each a whole tile of the output at a time, in turns: while
-// one multiplies, the other computes and stores what its last tile comes to, so the tensor cores never wait for that.
-// Blocks of a cluster take tiles below each other and share the copies of w. Blocks stay until all tiles are done.
-// Every sum is over K in the same order, whatever N is: a row's bits do not depend on the other rows.
 #pragma once
 
-#include "kernels/cuda/device.cuh"
-#include "kernels/cuda/hopper.cuh"
+#include "kernels/cuda/fused_linear.cuh"
 
 namespace kintsugi::kernels::cuda {
 
@@ -23,134 +17,13 @@ struct SwigluMaps {
   CUtensorMap a, b, pair_in, pair_out, y;
 };
 
-// Tiles in the order in which clusters take them: groups of `group` rows of tiles, down the rows first within a group,
-// so that what is in flight at a time shares its operands in L2. A row of tiles is kCluster * kRows rows high.
-struct SwigluGrid {
-  int32_t rows, columns;  // of tiles
-  int32_t group;
-  int32_t steps;  // over K
-
-  struct Tile {
-    int32_t row, column;
-  };
-  __device__ Tile tile(int32_t index) const {
-    const int32_t in_group = group * columns, first = index / in_group * group, rest = index % in_group;
-    const int32_t height = min(group, rows - first);
-    return {first + rest % height, rest / height};
-  }
-};
-
-// kColumns: of a product's tile, gate's and up's together in the forward pass. kStages: tiles of a and b in flight.
-// kSlots: chunks of the epilogue in shared memory.
-template <bool kBackward_, int kColumns_, int kStages_, int kSlots_>
-struct SwigluTile {
-  static constexpr bool kBackward = kBackward_;
-  static constexpr int kColumns = kColumns_, kStages = kStages_, kSlots = kSlots_;
-  static constexpr int kCluster = 2, kRows = 128, kStep = 64;           // blocks; of a tile; over K
-  static constexpr int kOutputs = kBackward ? kColumns : kColumns / 2;  // columns of F that a tile makes
-  static constexpr int kBytesA = kRows * kStep * 2, kStageBytes = kBytesA + kColumns * kStep * 2;
-  // Forward: 64 rows of gate, up and y. Backward: 64 rows and columns of gate and up.
-  static constexpr int kSlotBytes = kBackward ? 2 * 64 * 64 * 2 : 3 * 64 * kOutputs * 2;
-  static constexpr int kChunks = kBackward ? 2 * kColumns / 64 : 2;  // of a tile
-  static constexpr int kBarriers = 2 * kStages + (kBackward ? 2 * kSlots : 0);
-  static constexpr int kSharedBytes = 1024 + kStages * kStageBytes + kSlots * kSlotBytes + 8 * kBarriers;
-  static constexpr int kThreads = 384;
-  static_assert(kStageBytes % 1024 == 0 && kSlotBytes % 1024 == 0 && kSharedBytes <= 232448);
-  static_assert(kColumns % (kBackward ? 64 : 32) == 0 && (kBackward ? kChunks % kSlots == 0 : kSlots <= 2));
-};
-
-// Numbers of the barriers that meet() takes; 0 is __syncthreads'. Each + the warpgroup.
-inline constexpr int kTurnToMultiply = 1, kTurnToStore = 3, kOwn = 5;
-
-// Shared memory of a block, and its place in the grid.
-template <class S>
-struct SwigluBlock {
-  uint32_t stages, slots, barriers;  // addresses
-  uint32_t rank;                     // in the cluster
-  int32_t cluster, clusters;
-
-  __device__ SwigluBlock(const void* shared) {
-    stages = (hopper::shared_address(shared) + 1023) & ~1023u;
-    slots = stages + S::kStages * S::kStageBytes;
-    barriers = slots + S::kSlots * S::kSlotBytes;
-    rank = hopper::rank_in_cluster();
-    cluster = static_cast<int32_t>(blockIdx.x) / S::kCluster;
-    clusters = static_cast<int32_t>(gridDim.x) / S::kCluster;
-  }
-  __device__ uint32_t a(uint32_t stage) const { return stages + stage * S::kStageBytes; }
-  __device__ uint32_t b(uint32_t stage) const { return a(stage) + S::kBytesA; }
-  __device__ uint32_t slot(uint32_t i) const { return slots + i * S::kSlotBytes; }
-  __device__ uint32_t full(uint32_t stage) const { return barriers + 8 * stage; }
-  __device__ uint32_t empty(uint32_t stage) const { return full(S::kStages + stage); }
-  __device__ uint32_t slot_full(uint32_t i) const { return full(2 * S::kStages + i); }
-  __device__ uint32_t slot_free(uint32_t i) const { return slot_full(S::kSlots + i); }
-
-  __device__ void init_barriers() const {
-    for (int i = 0; i < S::kStages; ++i) {
-      hopper::barrier_init(full(i), 1);
-      hopper::barrier_init(empty(i), 4 * S::kCluster);  // the warps of one warpgroup in each block
-    }
-    if constexpr (S::kBackward) {
-      for (int i = 0; i < S::kSlots; ++i) {
-        hopper::barrier_init(slot_full(i), 1);
-        hopper::barrier_init(slot_free(i), 1);
-      }
-    }
-    hopper::publish_barriers();
-  }
-  // How many tiles this block works on, and the i-th one's first row.
-  __device__ int32_t tiles(const SwigluGrid& grid) const {
-    return (grid.rows * grid.columns - cluster + clusters - 1) / clusters;
-  }
-  __device__ SwigluGrid::Tile tile(const SwigluGrid& grid, int32_t i) const {
-    return grid.tile(cluster + i * clusters);
-  }
-  __device__ int32_t first_row(const SwigluGrid::Tile& tile) const {
-    return (tile.row * S::kCluster + static_cast<int32_t>(rank)) * S::kRows;
-  }
-};
-
-// One thread: a and b of every tile's every step.
-template <class S>
-__device__ inline void copy_operands(const SwigluBlock<S>& block, const SwigluMaps& maps, const SwigluGrid& grid) {
-  constexpr uint16_t kAll = (1 << S::kCluster) - 1;
-  const auto rank = static_cast<int32_t>(block.rank);
-  const int32_t tiles = block.tiles(grid);
-  uint32_t stage = 0, parity = 0;
-  for (int32_t i = 0; i < tiles; ++i) {
-    const SwigluGrid::Tile tile = block.tile(grid, i);
-    const int32_t row = block.first_row(tile), column = tile.column * S::kOutputs;
-    for (int32_t step = 0; step < grid.steps; ++step) {
-      const uint32_t full = block.full(stage), b = block.b(stage);
-      hopper::wait(block.empty(stage), parity ^ 1);
-      hopper::arrive_and_expect(full, S::kStageBytes);
-      hopper::load_tile(block.a(stage), maps.a, step * S::kStep, row, full);
-      if constexpr (S::kBackward) {
-        // 64 columns of F side by side; each block of the cluster brings a part of the rows.
-        constexpr int32_t kPart = S::kStep / S::kCluster;
-#pragma unroll
-        for (int32_t j = 0; j < S::kColumns / 64; ++j) {
-          const uint32_t to = b + static_cast<uint32_t>(j * 64 + rank * kPart) * 128;
-          const int32_t x = column + j * 64, y = step * S::kStep + rank * kPart;
-          hopper::load_tile_for_all(to, maps.b, x, y, full, kAll);
-        }
-      } else {
-        // One brings gate's rows, the other up's.
-        const uint32_t to = b + static_cast<uint32_t>(rank * S::kOutputs) * 128;
-        hopper::load_tile_for_all(to, maps.b, step * S::kStep, column, rank, full, kAll);
-      }
-      if (++stage == S::kStages) stage = 0, parity ^= 1;
-    }
-  }
-}
-
 // One thread, backward: gate and up of every tile, chunk by chunk.
 template <class S>
-__device__ inline void copy_pairs(const SwigluBlock<S>& block, const SwigluMaps& maps, const SwigluGrid& grid) {
+__device__ inline void copy_pairs(const ProductBlock<S>& block, const SwigluMaps& maps, const ProductGrid& grid) {
   const int32_t tiles = block.tiles(grid);
   uint32_t slot = 0, parity = 0;
   for (int32_t i = 0; i < tiles; ++i) {
-    const SwigluGrid::Tile tile = block.tile(grid, i);
+    const ProductGrid::Tile tile = block.tile(grid, i);
     for (int32_t chunk = 0; chunk < S::kChunks; ++chunk) {
       const int32_t row = block.first_row(tile) + chunk / (S::kChunks / 2) * 64;
       const int32_t column = tile.column * S::kOutputs + chunk % (S::kChunks / 2) * 64;
@@ -193,7 +66,7 @@ __device__ inline void swiglu_gradient_pair(float d_low, float d_high, uint32_t&
 
 // 64 rows of a forward tile. d: gate's columns, then up's.
 template <class S>
-__device__ inline void store_forward(const SwigluBlock<S>& block, const SwigluMaps& maps, const float* d, int half,
+__device__ inline void store_forward(const ProductBlock<S>& block, const SwigluMaps& maps, const float* d, int half,
                                      int32_t row, int32_t column, int group) {
   constexpr int kBlocks = S::kOutputs / 8, kPitch = S::kOutputs * 2, kPart = 64 * kPitch;
   const int thread = threadIdx.x % 128, lane = thread % 32;
@@ -230,7 +103,7 @@ __device__ inline void store_forward(const SwigluBlock<S>& block, const SwigluMa
 
 // 64 rows and columns of a backward tile, the chunk-th of the i-th tile. d: these columns' part.
 template <class S>
-__device__ inline void store_backward(const SwigluBlock<S>& block, const SwigluMaps& maps, const float* d, int32_t i,
+__device__ inline void store_backward(const ProductBlock<S>& block, const SwigluMaps& maps, const float* d, int32_t i,
                                       int chunk, int32_t row, int32_t column, int group) {
   constexpr int kPart = 64 * 128, kRounds = S::kChunks / S::kSlots;
   const int thread = threadIdx.x % 128, lane = thread % 32;
@@ -270,101 +143,57 @@ __device__ inline void store_backward(const SwigluBlock<S>& block, const SwigluM
   }
 }
 
-// Warpgroup `group` of the two that multiply: every other tile of the block.
-template <class S>
-__device__ inline void multiply_and_store(const SwigluBlock<S>& block, const SwigluMaps& maps, const SwigluGrid& grid,
-                                          int group) {
-  using namespace hopper;
-  constexpr int kHalf = S::kColumns / 2;  // registers of 64 rows
-  const int thread = threadIdx.x % 128, lane = thread % 32;
-  const int32_t tiles = block.tiles(grid);
-  if (group == 1) {
-    leave(kTurnToMultiply, 256);
-    leave(kTurnToStore, 256);
-  }
-  float d[2][kHalf];
-  for (int32_t i = group; i < tiles; i += 2) {
-    const uint32_t steps_before = static_cast<uint32_t>(i) * static_cast<uint32_t>(grid.steps);
-    uint32_t stage = steps_before % S::kStages, parity = steps_before / S::kStages & 1;
-    const auto release = [&](uint32_t which) {
-      if (lane < S::kCluster) arrive_at(block.empty(which), static_cast<uint32_t>(lane));
-    };
-    meet(kTurnToMultiply + group, 256);
-    uint32_t last = 0;
-    for (int32_t step = 0; step < grid.steps; ++step) {
-      wait(block.full(stage), parity);
-      const uint64_t a = rows_operand(block.a(stage));
-      const uint64_t b = S::kBackward ? columns_operand(block.b(stage), 64 * 128) : rows_operand(block.b(stage));
-      pin(d[0]);
-      pin(d[1]);
-      begin_products();
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          multiply<S::kBackward>(d[half], a + half * (64 * 128 / 16) + k * 2, b + k * (S::kBackward ? 128 : 2),
-                                 step > 0 || k > 0);
-        }
-      }
-      commit_products();
-      pin(d[0]);
-      pin(d[1]);
-      if (step > 0) {
-        wait_products<1>();
-        release(last);
-      }
-      last = stage;
-      if (++stage == S::kStages) stage = 0, parity ^= 1;
-    }
-    if (i + 1 < tiles) leave(kTurnToMultiply + 1 - group, 256);
-    wait_products<0>();
-    pin(d[0]);
-    pin(d[1]);
-    release(last);
+// kColumns: gate's and up's together in the forward pass. kSlots: chunks of the epilogue in shared memory.
+// Forward: 64 rows of gate, up and y. Backward: 64 rows and columns of gate and up.
+template <bool kBackward, int kColumns, int kStages, int kSlots>
+struct SwigluTile : ProductTile<kBackward, kColumns, kStages, kSlots,
+                                kBackward ? 2 * 64 * 64 * 2 : 3 * 64 * (kColumns / 2) * 2, /*kFeeds=*/kBackward> {
+  using Operands = SwigluMaps;
+  static constexpr int kOutputs = kBackward ? kColumns : kColumns / 2;  // columns of F that a tile makes
+  static constexpr int kChunks = kBackward ? 2 * kColumns / 64 : 2;     // of a tile
+  static_assert(kColumns % (kBackward ? 64 : 32) == 0 && (kBackward ? kChunks % kSlots == 0 : kSlots <= 2));
+  using Block = ProductBlock<SwigluTile>;
 
-    const SwigluGrid::Tile tile = block.tile(grid, i);
-    const int32_t row = block.first_row(tile), column = tile.column * S::kOutputs;
-    meet(kTurnToStore + group, 256);
+  __device__ static void load_b(const Block& block, const SwigluMaps& maps, int32_t column, int32_t k, uint32_t stage) {
+    const auto rank = static_cast<int32_t>(block.rank);
+    const uint32_t full = block.full(stage), b = block.b(stage);
+    if constexpr (kBackward) {
+      // 64 columns of F side by side; each block of the cluster brings a part of the rows.
+      constexpr int32_t kPart = SwigluTile::kStep / SwigluTile::kCluster;
+#pragma unroll
+      for (int32_t j = 0; j < kColumns / 64; ++j) {
+        const uint32_t to = b + static_cast<uint32_t>(j * 64 + rank * kPart) * 128;
+        const int32_t x = column + j * 64, y = k + rank * kPart;
+        hopper::load_tile_for_all(to, maps.b, x, y, full, SwigluTile::kAllBlocks);
+      }
+    } else {
+      // One brings gate's rows, the other up's.
+      const uint32_t to = b + static_cast<uint32_t>(rank * kOutputs) * 128;
+      hopper::load_tile_for_all(to, maps.b, k, column, rank, full, SwigluTile::kAllBlocks);
+    }
+  }
+  __device__ static void feed(const Block& block, const SwigluMaps& maps, const ProductGrid& grid) {
+    copy_pairs(block, maps, grid);
+  }
+  __device__ static void store(const Block& block, const SwigluMaps& maps, const float (&d)[2][kColumns / 2], int32_t i,
+                               int32_t row, int32_t column, int group) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if constexpr (S::kBackward) {
+      if constexpr (kBackward) {
 #pragma unroll
-        for (int j = 0; j < S::kColumns / 64; ++j) {
-          store_backward<S>(block, maps, d[half] + j * 32, i, half * (S::kChunks / 2) + j, row + half * 64,
-                            column + j * 64, group);
+        for (int j = 0; j < kColumns / 64; ++j) {
+          store_backward<SwigluTile>(block, maps, d[half] + j * 32, i, half * (kChunks / 2) + j, row + half * 64,
+                                     column + j * 64, group);
         }
       } else {
-        store_forward<S>(block, maps, d[half], half, row + half * 64, column, group);
+        store_forward<SwigluTile>(block, maps, d[half], half, row + half * 64, column, group);
       }
     }
-    if (thread == 0) {
-      wait_stores_read<0>();
-      if constexpr (S::kBackward) arrive(block.slot_free((S::kChunks - 1) % S::kSlots));
+    if (threadIdx.x % 128 == 0) {
+      hopper::wait_stores_read<0>();
+      if constexpr (kBackward) hopper::arrive(block.slot_free((kChunks - 1) % kSlots));
     }
-    __syncwarp();
-    if (i + 1 < tiles) leave(kTurnToStore + 1 - group, 256);
   }
-}
-
-template <class S>
-__global__ void __launch_bounds__(S::kThreads, 1)
-    swiglu_linear_kernel(const __grid_constant__ SwigluMaps maps, const SwigluGrid grid) {
-  extern __shared__ char shared[];
-  const SwigluBlock<S> block(shared);
-  if (threadIdx.x == 0) block.init_barriers();
-  hopper::meet_cluster();
-  const int32_t group = part_of_block(128);
-  if (group == 0) {
-    hopper::give_registers<40>();
-    if (threadIdx.x == 0) copy_operands(block, maps, grid);
-    if (S::kBackward && threadIdx.x == 32) copy_pairs(block, maps, grid);
-  } else {
-    hopper::take_registers<232>();
-    multiply_and_store(block, maps, grid, group - 1);
-  }
-  // No block leaves while another still copies into it or arrives at its barriers.
-  __syncwarp();
-  hopper::meet_cluster();
-}
+};
 
 }  // namespace kintsugi::kernels::cuda

@@ -36,7 +36,7 @@ KernelError backward_bias(float* dbias, const void* dy, int64_t N, int64_t O, bo
 
 const char* library() { return "reference loops"; }
 
-using Composed = ComposedLinear<gemm, activation>;
+using Composed = ComposedLinear<gemm, activation, rope>;
 
 }  // namespace
 
@@ -49,6 +49,7 @@ const GemmKernels& gemm() {
                                       Composed::gelu_backward_input,
                                       Composed::swiglu_forward,
                                       Composed::swiglu_backward_input,
+                                      Composed::rotary_forward,
                                       Composed::backward_weight_bias,
                                       library};
   return kTable;

@@ -13,6 +13,7 @@
 #include "kernels/cuda/gemm_tuning.h"
 #include "kernels/cuda/graph_fills.h"
 #include "kernels/cuda/libraries.h"
+#include "kernels/cuda/rotary_linear.h"
 #include "kernels/cuda/swiglu_linear.h"
 #include "runtime/base/deadline.h"
 #include "runtime/base/log.h"
@@ -88,8 +89,10 @@ std::vector<kernels::cuda::GemmProblem> problems_of(std::span<const kernels::Lin
     const GemmEpilogue forward = l.gelu_after ? GemmEpilogue::kBiasGelu
                                  : l.bias     ? GemmEpilogue::kBias
                                               : GemmEpilogue::kNone;
-    const bool own_forward =
-        l.swiglu_after && !l.bias && kernels::cuda::swiglu_linear_applies(l.N, l.O / 2, l.I, l.dtype);
+    const bool own_swiglu = l.swiglu_after && kernels::cuda::swiglu_linear_applies(l.N, l.O / 2, l.I, l.dtype);
+    const bool own_rotary = l.rotary_after > 0 && kernels::cuda::rotary_linear_applies(l.N, l.I, l.O / l.rotary_after,
+                                                                                       l.rotary_after, l.dtype);
+    const bool own_forward = !l.bias && (own_swiglu || own_rotary);
     const bool own_backward = l.swiglu_before && kernels::cuda::swiglu_linear_applies(l.N, l.I, l.O, l.dtype);
     if (!own_forward) problems.push_back({GemmOp::kForward, l.N, l.I, l.O, l.dtype, false, forward});
     if (!own_backward) {

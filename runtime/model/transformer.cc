@@ -41,7 +41,13 @@ std::vector<kernels::LinearShape> linear_layers(const ModelConfig& config, DType
   const int64_t C = config.dim, F = config.ffn_dim, V = config.vocab_size;
   const int64_t HD = config.num_heads * config.head_size(), KD = config.kv_heads() * config.head_size();
   const bool gpt2 = config.is_gpt2();
-  return {{N, C, HD + 2 * KD, dtype, gpt2 || config.qkv_bias, accumulate},
+  return {{.N = N,
+           .I = C,
+           .O = HD + 2 * KD,
+           .dtype = dtype,
+           .bias = gpt2 || config.qkv_bias,
+           .accumulate = accumulate,
+           .rotary_after = gpt2 || config.qk_norm ? 0 : config.head_size()},
           {N, HD, C, dtype, gpt2, accumulate},
           {.N = N,
            .I = C,

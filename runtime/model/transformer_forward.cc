@@ -54,15 +54,23 @@ Status TransformerImpl::block_forward(const Pass& pass, int64_t l, const UnitWei
   return look(l + 1, a_.branch, pass.N() * C(), options_.dtype, stream);
 }
 
-Status TransformerImpl::attention_forward(const Pass& pass, int64_t l, const UnitWeights& w, LayerActivations& a,
-                                          Stream& stream) {
+// q, k and v of a block: the product, then RMSNorm of q's and k's heads where the model has it, then RoPE.
+Status TransformerImpl::qkv_forward(const Pass& pass, const UnitWeights& w, LayerActivations& a, Stream& stream) {
   const BlockLayout& at = layout_.block;
   const int64_t N = pass.N();
   const DType dtype = options_.dtype;
   const kernels::StreamHandle s = stream.handle();
-  KTG_RETURN_IF_ERROR(stream.launched(
-      k_.gemm->linear_forward(a.qkv_raw, a.h1, w.matrix(at.qkv_w), w.vector(at.qkv_b), N, C(), QKV(), dtype, s),
-      "qkv.forward"));
+  const void* matrix = w.matrix(at.qkv_w);
+  const float* bias = w.vector(at.qkv_b);
+  // q's heads and k's lie side by side: one call turns both.
+  const kernels::HeadRotation rotation{pass.positions, a_.cos_sin, H() + K(), H() + 2 * K(), D()};
+  const bool turned = a_.cos_sin != nullptr;
+  if (turned && !config_.qk_norm) {
+    return stream.launched(k_.gemm->linear_rotary_forward(a.qkv, a.h1, matrix, bias, rotation, N, C(), dtype, s),
+                           "qkv.forward");
+  }
+  KTG_RETURN_IF_ERROR(
+      stream.launched(k_.gemm->linear_forward(a.qkv_raw, a.h1, matrix, bias, N, C(), QKV(), dtype, s), "qkv.forward"));
   if (config_.qk_norm) {
     const auto eps = static_cast<float>(config_.norm_eps);
     KTG_RETURN_IF_ERROR(stream.launched(k_.norm->rms_norm_forward(a.qkv, a.q_rstd, a.qkv_raw, w.vector(at.q_norm),
@@ -73,11 +81,19 @@ Status TransformerImpl::attention_forward(const Pass& pass, int64_t l, const Uni
                                                   w.vector(at.k_norm), N * K(), D(), {K(), QKV()}, eps, dtype, s),
                         "k_norm.forward"));
   }
-  if (a_.cos_sin != nullptr) {
-    // q's heads and k's lie side by side: one call turns both.
-    KTG_RETURN_IF_ERROR(stream.launched(
-        k_.rope->rotate(a.qkv, pass.positions, a_.cos_sin, N, H() + K(), D(), QKV(), false, dtype, s), "rope.forward"));
-  }
+  return turned ? stream.launched(k_.rope->rotate(a.qkv, rotation.positions, rotation.cos_sin, N, rotation.turned, D(),
+                                                  QKV(), false, dtype, s),
+                                  "rope.forward")
+                : ok_status();
+}
+
+Status TransformerImpl::attention_forward(const Pass& pass, int64_t l, const UnitWeights& w, LayerActivations& a,
+                                          Stream& stream) {
+  const BlockLayout& at = layout_.block;
+  const int64_t N = pass.N();
+  const DType dtype = options_.dtype;
+  const kernels::StreamHandle s = stream.handle();
+  KTG_RETURN_IF_ERROR(qkv_forward(pass, w, a, stream));
   const void* keys = offset(a.qkv, H() * D());
   const void* values = offset(a.qkv_raw, (H() + K()) * D());
   if (pass.cache != nullptr) {

@@ -61,6 +61,7 @@ class TransformerImpl final : public Transformer {
   // Forward. `stream_up_to_norm` runs everything before the head's unit; final_norm and logits are the head's.
   Status run_blocks(const Pass& pass, UnitAccess& access, Stream& stream);
   Status block_forward(const Pass& pass, int64_t l, const UnitWeights& w, Stream& stream);
+  Status qkv_forward(const Pass& pass, const UnitWeights& w, LayerActivations& a, Stream& stream);
   Status attention_forward(const Pass& pass, int64_t l, const UnitWeights& w, LayerActivations& a, Stream& stream);
   kernels::AttentionShape attention_shape_of(const Pass& pass, int64_t rows) const;
   // The rows of a sequence that attention is called for, its last ones beyond T where the prompt is padded for it.

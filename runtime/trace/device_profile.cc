@@ -37,7 +37,7 @@ constexpr Rule kRules[] = {
     {"cutlass", KernelFamily::kGemm},
     {"cublas", KernelFamily::kGemm},
     {"splitk", KernelFamily::kGemm},
-    {"swiglu_linear", KernelFamily::kGemm},  // with the product in front of it or behind it
+    {"fused_linear", KernelFamily::kGemm},  // a product and SwiGLU or RoPE
     {"swiglu", KernelFamily::kActivation},
     {"gelu", KernelFamily::kActivation},
     {"activation", KernelFamily::kActivation},

@@ -6,6 +6,7 @@
 
 #include "kernel_testing.h"
 #include "kernels/cpu/matmul.h"
+#include "kernels/rope.h"
 
 namespace kintsugi::kernels {
 namespace {
@@ -206,6 +207,31 @@ std::string gemm_case_name(const ::testing::TestParamInfo<GemmCase>& info) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Cpu, GemmTest, ::testing::ValuesIn(all_cases()), gemm_case_name);
+
+class TurnedHeadsTest : public ::testing::TestWithParam<DType> {};
+
+TEST_P(TurnedHeadsTest, AreTheProductAndThenTheRotationToTheBit) {
+  std::mt19937 rng(kSeed);
+  const int64_t N = 13, I = 24, D = 20, positions_max = 50, O = 3 * D;
+  std::vector<float> table(static_cast<size_t>(positions_max * D));
+  fill_rope_table(table.data(), positions_max, D, 10000.0);
+  std::vector<int32_t> positions;
+  for (int32_t n = 0; n < N; ++n) positions.push_back((n * 17 + 3) % static_cast<int32_t>(positions_max));
+  const HeadRotation rotation{positions.data(), table.data(), 2, 3, D};
+  const Array x = Array::normal(GetParam(), N * I, rng), w = Array::normal(GetParam(), O * I, rng),
+              bias = Array::normal(DType::kF32, O, rng);
+  for (const float* b : {bias.f32(), static_cast<const float*>(nullptr)}) {
+    Array y(GetParam(), N * O), expected(GetParam(), N * O);
+    ASSERT_EQ(cpu::gemm().linear_rotary_forward(y.data(), x.data(), w.data(), b, rotation, N, I, GetParam(), nullptr),
+              kKernelOk);
+    cpu::gemm().linear_forward(expected.data(), x.data(), w.data(), b, N, I, O, GetParam(), nullptr);
+    cpu::rope().rotate(expected.data(), positions.data(), table.data(), N, 2, D, O, false, GetParam(), nullptr);
+    EXPECT_EQ(std::memcmp(y.data(), expected.data(), static_cast<size_t>(N * O * size_of(GetParam()))), 0);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cpu, TurnedHeadsTest, ::testing::Values(DType::kF32, DType::kBF16),
+                         [](const auto& of) { return name_of(of.param); });
 
 TEST(GemmLibraryTest, NamesWhatServesTheProducts) {
   const std::string name = cpu::gemm().library();

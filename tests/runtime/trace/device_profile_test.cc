@@ -37,7 +37,8 @@ TEST(DeviceProfileTest, KernelsOfTheLibrariesFallIntoTheirFamilies) {
 TEST(DeviceProfileTest, OurKernelsFallIntoTheirFamilies) {
   EXPECT_EQ(family_of("residual_rms_norm_forward_kernel"), KernelFamily::kNorm);
   EXPECT_EQ(family_of("swiglu_backward_kernel"), KernelFamily::kActivation);
-  EXPECT_EQ(family_of("swiglu_linear_kernel<SwigluTile<true, 192, 4, 3>>"), KernelFamily::kGemm);
+  EXPECT_EQ(family_of("fused_linear_kernel<SwigluTile<true, 192, 4, 3>>"), KernelFamily::kGemm);
+  EXPECT_EQ(family_of("fused_linear_kernel<RotaryTile<64, 192, 4, 2>>"), KernelFamily::kGemm);
   EXPECT_EQ(family_of("rope_rotate_kernel"), KernelFamily::kRope);
   EXPECT_EQ(family_of("cross_entropy_forward_kernel"), KernelFamily::kCrossEntropy);
   EXPECT_EQ(family_of("embedding_backward_kernel"), KernelFamily::kEmbedding);
