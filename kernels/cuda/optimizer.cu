@@ -28,14 +28,35 @@ __device__ int64_t edges_up_to(int64_t i, const int64_t* edges, int64_t num_edge
   return low;
 }
 
+__device__ float fast_root(float x) {
+  float y;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ float fast_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The step with its corrections taken out of the elements (Kingma & Ba, arXiv:1412.6980, end of section 2):
+//   (m / bc1) / (sqrt(v / bc2) + eps) = scale m / (sqrt(v) + small),  scale = sqrt(bc2) / bc1,  small = sqrt(bc2) eps.
+// The hardware's roots and reciprocals err by 2^-23 each, which makes 14 roundings of a step instead of 5; a fourth of
+// the instructions leaves power for the rest of a training step. Numbers below 2^-126 pass for 0.
 struct Update {
   AdamWScalars s;
+  float scale, small;
 
+  __device__ explicit Update(const AdamWScalars& scalars) : s(scalars) {
+    const float root = fast_root(s.bias_correction2);
+    scale = root * fast_reciprocal(s.bias_correction1);
+    small = root * s.eps;
+  }
   __device__ void apply(float& w, float& m, float& v, float grad, bool decay) const {
     const float g = s.gradient_scale * grad;
     m = fmaf(s.beta1, m, (1.0f - s.beta1) * g);
     v = fmaf(s.beta2, v, (1.0f - s.beta2) * g * g);
-    const float step = (m / s.bias_correction1) / (sqrtf(v / s.bias_correction2) + s.eps);
+    const float step = scale * m * fast_reciprocal(fast_root(v) + small);
     w = fmaf(-s.lr, fmaf(decay ? s.weight_decay : 0.0f, w, step), w);
   }
 };
