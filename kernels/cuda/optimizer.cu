@@ -155,13 +155,13 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first = tile + int64_t{threadIdx.x} * 4;
   float w4[kPacks][4], m4[kPacks][4], v4[kPacks][4], g4[kPacks][4];
   const float* const grad = gradient.data;
-  if (whole) {  // before anything waits
+  if (whole) {  // before anything waits; unmarked loads are 2 % faster here
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
-      if (!kTable) load_four(g4[k], grad + first + k * kStep);
-      load_four(m4[k], m + first + k * kStep);
-      load_four(v4[k], v + first + k * kStep);
-      load_four(w4[k], w + first + k * kStep);
+      if (!kTable) load_four_to_update(g4[k], grad + first + k * kStep);
+      load_four_to_update(m4[k], m + first + k * kStep);
+      load_four_to_update(v4[k], v + first + k * kStep);
+      load_four_to_update(w4[k], w + first + k * kStep);
     }
   }
   const auto written = [&](int64_t i) { return !kTable || TileGradient(gradient, tile).written(i - tile); };
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int k = 0; k < kPacks; ++k) {
       const int64_t at = first + k * kStep;
       g4[k][0] = g4[k][1] = g4[k][2] = g4[k][3] = 0.0f;
-      if (written(at)) load_four(g4[k], grad + at);
+      if (written(at)) load_four_to_update(g4[k], grad + at);
     }
   }
   const Update update{*scalars};
