@@ -1,5 +1,7 @@
 // kernels/optimizer.h on the device: one launch for a whole flat buffer, 30 bytes an element with a bf16 copy, 22 with
 // bf16 moments, too.
+#include <algorithm>
+
 #include "kernels/cuda/device.cuh"
 #include "kernels/optimizer.h"
 #include "kernels/stochastic_rounding.h"
@@ -142,16 +144,17 @@ struct TileGradient {
   static constexpr int32_t kFar = 1 << 20;  // more than a tile
 };
 
-// M: of the moments. first_index: place of element 0 in the model; with kVectors a multiple of 4.
+// Of elements [begin, end). M: of the moments. first_index: place of element 0 in the model; with kVectors both it and
+// begin are multiples of 4.
 template <class T, class M, bool kVectors, bool kTable>
 __global__ void __launch_bounds__(kThreads)
-    adamw_kernel(float* w, M* m, M* v, T* copy, Gradient gradient, int64_t n, const AdamWScalars* scalars,
-                 const int64_t* edges, int64_t num_edges, int64_t first_index) {
+    adamw_kernel(float* w, M* m, M* v, T* copy, Gradient gradient, int64_t begin, int64_t end,
+                 const AdamWScalars* scalars, const int64_t* edges, int64_t num_edges, int64_t first_index) {
   constexpr int kPacks = kPacksOf<M>;
   constexpr int64_t kTile = kStep * kPacks;
-  const int64_t tile = blockIdx.x * kTile;
-  const int64_t last = tile + kTile < n ? tile + kTile - 1 : n - 1;
-  const bool whole = kVectors && tile + kTile <= n;
+  const int64_t tile = begin + blockIdx.x * kTile;
+  const int64_t last = tile + kTile < end ? tile + kTile - 1 : end - 1;
+  const bool whole = kVectors && tile + kTile <= end;
   const int64_t first = tile + int64_t{threadIdx.x} * 4;
   float w4[kPacks][4], m4[kPacks][4], v4[kPacks][4], g4[kPacks][4];
   const float* const grad = gradient.data;
@@ -204,16 +207,25 @@ KernelError adamw(float* w, const Moments& moments, void* compute_copy, const Gr
                   StreamHandle stream) {
   if (n <= 0) return kKernelOk;
   const bool vectors = aligned16(w, moments.m, moments.v, compute_copy, grad.data) && moments.first_index % 4 == 0;
+  // The table's elements apart: their rows take more instructions to find than the update does.
+  const int64_t table_begin = std::clamp(grad.table_begin, int64_t{0}, n);
+  const int64_t table_end = std::clamp(grad.table_begin + grad.rows * grad.width, int64_t{0}, n);
   return for_dtype(copy_dtype, [&]<class T>(T) {
     return for_dtype(moments.dtype, [&]<class M>(M) {
-      const auto blocks = static_cast<uint32_t>(ceil_div(n, kStep * kPacksOf<M>));
-      const auto kernel = grad.has_table(0, n)
-                              ? (vectors ? adamw_kernel<T, M, true, true> : adamw_kernel<T, M, false, true>)
-                              : (vectors ? adamw_kernel<T, M, true, false> : adamw_kernel<T, M, false, false>);
-      kernel<<<blocks, kThreads, 0, stream_of(stream)>>>(w, static_cast<M*>(moments.m), static_cast<M*>(moments.v),
-                                                         static_cast<T*>(compute_copy), grad, n, scalars, decay_edges,
-                                                         num_edges, moments.first_index);
-      return launch_error();
+      const auto launch = [&](auto* kernel, int64_t begin, int64_t end) {
+        if (begin >= end) return KernelError{kKernelOk};
+        const auto blocks = static_cast<uint32_t>(ceil_div(end - begin, kStep * kPacksOf<M>));
+        kernel<<<blocks, kThreads, 0, stream_of(stream)>>>(w, static_cast<M*>(moments.m), static_cast<M*>(moments.v),
+                                                           static_cast<T*>(compute_copy), grad, begin, end, scalars,
+                                                           decay_edges, num_edges, moments.first_index);
+        return KernelError{launch_error()};
+      };
+      const auto dense = vectors ? adamw_kernel<T, M, true, false> : adamw_kernel<T, M, false, false>;
+      if (!grad.has_table(0, n)) return launch(dense, 0, n);
+      const auto table = vectors ? adamw_kernel<T, M, true, true> : adamw_kernel<T, M, false, true>;
+      KernelError error = launch(dense, 0, table_begin);
+      if (error == kKernelOk) error = launch(table, table_begin, table_end);
+      return error == kKernelOk ? launch(dense, table_end, n) : error;
     });
   });
 }
