@@ -24,9 +24,11 @@ constexpr double kSampleMs = 0.4;  // a sample is as many launches as fill this 
 struct Timer {
   cudaStream_t stream;
   cudaEvent_t begin, end;
+  Launch in_front;  // what runs before every sample; may be none
 
   // ms of `count` calls of launches[i % size].
   float time(const std::vector<Launch>& launches, int count, int& next) {
+    if (in_front) in_front(stream);
     cudaEventRecord(begin, stream);
     for (int i = 0; i < count; ++i) launches[static_cast<size_t>(next++) % launches.size()](stream);
     cudaEventRecord(end, stream);
@@ -104,12 +106,37 @@ nlohmann::json measure(Timer& timer, Pool& pool, const Case& c, double copy_rate
   return row;
 }
 
+// Some 6 ms of bf16 products of normal numbers, the load under which a training step's kernels run. Runs them for half
+// a second, until the device's clock has given way, and prints at what rate they run then. Empty: the device failed.
+Launch products(Timer& timer) {
+  constexpr int64_t n = 8192;
+  constexpr int kProducts = 4, kHeat = 80;
+  char* memory = nullptr;
+  if (cudaMalloc(&memory, 3 * n * n * 2) != cudaSuccess || !fill_with_normals(memory, 2 * n * n * 2)) return {};
+  const Launch launch = [=](cudaStream_t stream) {
+    KernelError error = kernels::kKernelOk;
+    for (int i = 0; i < kProducts && error == kernels::kKernelOk; ++i) {
+      error = kernels::cuda::kernels().gemm->linear_forward(memory + 4 * n * n, memory, memory + 2 * n * n, nullptr, n,
+                                                            n, n, DType::kBF16, stream);
+    }
+    return error;
+  };
+  int next = 0;
+  timer.time({launch}, kHeat, next);
+  const double ms = static_cast<double>(timer.time({launch}, kHeat, next)) / (kHeat * kProducts);
+  if (launch(timer.stream) != kernels::kKernelOk || cudaStreamSynchronize(timer.stream) != cudaSuccess) return {};
+  std::printf("between products at %.0f TFLOP/s\n", 2e-9 * n * n * n / ms);
+  return launch;
+}
+
 int run(int argc, char** argv) {
   CLI::App app("Times the device kernels against the bandwidth of a copy.");
   std::string json_path;
   std::vector<std::string> filters;
   app.add_option("--json", json_path, "write the results there");
   app.add_option("--filter", filters, "only kernels whose names contain one of these");
+  bool between_products = false;
+  app.add_flag("--between-products", between_products, "samples between matrix products, at the clock these leave");
   CLI11_PARSE(app, argc, argv);
   const auto wanted = [&](const std::string& name) {
     const auto contained = [&](const std::string& filter) { return name.find(filter) != std::string::npos; };
@@ -128,11 +155,15 @@ int run(int argc, char** argv) {
   cudaStreamCreateWithFlags(&timer.stream, cudaStreamNonBlocking);
   cudaEventCreate(&timer.begin);
   cudaEventCreate(&timer.end);
+  if (kernels::cuda::init_libraries({}) != kernels::kKernelOk) return 1;
+  if (between_products) {
+    timer.in_front = products(timer);
+    if (!timer.in_front) return 1;
+  }
   const double copy_rate = copy_gb_per_s(timer, pool, double{1 << 30} * 2);
   std::printf("%s; copy of 1 GiB: %.0f GB/s read + written; %% of that, %% of a copy of as many bytes\n", device.name,
               copy_rate);
   nlohmann::json results = nlohmann::json::array(), gemms, epilogues, graphs;
-  if (kernels::cuda::init_libraries({}) != kernels::kKernelOk) return 1;
   if (wanted("gemm")) gemms = bench_gemms(pool, timer.stream);
   if (wanted("epilogue")) epilogues = bench_epilogues(pool, timer.stream);
   if (wanted("attention")) graphs = attention_builds();
