@@ -201,7 +201,7 @@ struct AddF32 {
 };
 
 KernelError add(float* dst, const float* a, const float* b, int64_t n, StreamHandle stream) {
-  return launch_flat<4>(AddF32{dst, a, b}, n, aligned16(dst, a, b), stream);
+  return launch_flat<1>(AddF32{dst, a, b}, n, aligned16(dst, a, b), stream);
 }
 
 struct Sources {
@@ -319,9 +319,9 @@ KernelError tree_sum(float* dst, const float* const* srcs, int64_t count, int64_
   }
   switch (count) {
     case 2:
-      return launch_flat<4>(TreeSum<2>{dst, sources}, n, aligned, stream);
+      return launch_flat<1>(TreeSum<2>{dst, sources}, n, aligned, stream);
     case 4:
-      return launch_flat<2>(TreeSum<4>{dst, sources}, n, aligned, stream);
+      return launch_flat<1>(TreeSum<4>{dst, sources}, n, aligned, stream);
     case 8:
       return launch_flat<1>(TreeSum<8>{dst, sources}, n, aligned, stream);
     default:
@@ -348,13 +348,13 @@ struct Convert {
 
 KernelError convert(void* dst, const float* x, int64_t n, DType dst_dtype, StreamHandle stream) {
   return for_dtype(dst_dtype, [&]<class T>(T) {
-    return launch_flat<4>(Convert<T, float>{static_cast<T*>(dst), x}, n, aligned16(dst, x), stream);
+    return launch_flat<1>(Convert<T, float>{static_cast<T*>(dst), x}, n, aligned16(dst, x), stream);
   });
 }
 
 KernelError convert_to_f32(float* dst, const void* x, int64_t n, DType dtype, StreamHandle stream) {
   return for_dtype(dtype, [&]<class T>(T) {
-    return launch_flat<4>(Convert<float, T>{dst, static_cast<const T*>(x)}, n, aligned16(dst, x), stream);
+    return launch_flat<1>(Convert<float, T>{dst, static_cast<const T*>(x)}, n, aligned16(dst, x), stream);
   });
 }
 
