@@ -334,11 +334,11 @@ KernelError launch_norm_backward(NormBackward<T> a, float* dw, float* db, void* 
   KernelError error = kKernelOk;
   bool as_heads = false;
   if constexpr (!kMean) {
-    as_heads = launch_heads<T, 3>(
-        N, C, layout, vectors && a.dresidual == nullptr, [&](auto num_packs, auto lanes, const HeadUnits& units) {
+    as_heads =
+        launch_heads<T>(N, C, layout, vectors && a.dresidual == nullptr, [&](auto lanes, const HeadUnits& units) {
           constexpr int kBlocksPerSm = 4;
           plan = norm_backward_plan(units.count, kHeadWarps, kBlocksPerSm * kMultiprocessors);
-          error = launch_overlapped(norm_heads_backward_kernel<T, num_packs.value, lanes.value, kBlocksPerSm>,
+          error = launch_overlapped(norm_heads_backward_kernel<T, lanes.value, kBlocksPerSm>,
                                     static_cast<uint32_t>(plan.blocks), kHeadThreads, stream_of(stream), 0, a.dx,
                                     a.dw_partials, a.dy, a.x, a.w, a.rstd, units);
         });

@@ -291,12 +291,11 @@ KernelError launch_norm_forward(const NormForward<T>& a, int64_t N, int64_t C, R
   }
   if constexpr (!kMean && !kResidual) {
     KernelError error = kKernelOk;
-    const bool launched =
-        launch_heads<T, 4>(N, C, layout, vectors, [&](auto packs, auto lanes, const HeadUnits& units) {
-          const auto blocks = static_cast<uint32_t>(ceil_div(units.count, kHeadWarps));
-          error = launch_overlapped(norm_heads_forward_kernel<T, packs.value, lanes.value>, blocks, kHeadThreads,
-                                    stream_of(stream), 0, a.y, a.rstd, a.x, a.w, a.eps, units);
-        });
+    const bool launched = launch_heads<T>(N, C, layout, vectors, [&](auto lanes, const HeadUnits& units) {
+      const auto blocks = static_cast<uint32_t>(ceil_div(units.count, kHeadWarps));
+      error = launch_overlapped(norm_heads_forward_kernel<T, lanes.value>, blocks, kHeadThreads, stream_of(stream), 0,
+                                a.y, a.rstd, a.x, a.w, a.eps, units);
+    });
     if (launched) return error;
   }
   const int64_t packs = C / kVec;
