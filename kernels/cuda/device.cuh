@@ -136,20 +136,14 @@ __device__ inline void store_f32(float* p, const float (&x)[kVec]) {
 
 // Four neighbouring elements, as fp32: 16 bytes of fp32 or 8 of bf16. Where a kernel moves both types, neighbouring
 // lanes then touch neighbouring bytes of both.
-__device__ inline void unpack_four(float (&x)[4], float4 v) { x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w; }
-__device__ inline void unpack_four(float (&x)[4], uint2 v) {
+__device__ inline void load_four(float (&x)[4], const float* p) {
+  const float4 v = __ldcs(reinterpret_cast<const float4*>(p));
+  x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+}
+__device__ inline void load_four(float (&x)[4], const Bf16* p) {
+  const uint2 v = __ldcs(reinterpret_cast<const uint2*>(p));
   x[0] = __uint_as_float(v.x << 16), x[1] = __uint_as_float(v.x & 0xffff0000u);
   x[2] = __uint_as_float(v.y << 16), x[3] = __uint_as_float(v.y & 0xffff0000u);
-}
-template <class T>
-using FourOf = std::conditional_t<std::is_same_v<T, float>, float4, uint2>;
-template <class T>
-__device__ inline void load_four(float (&x)[4], const T* p) {  // marked as read once
-  unpack_four(x, __ldcs(reinterpret_cast<const FourOf<T>*>(p)));
-}
-template <class T>
-__device__ inline void load_four_to_update(float (&x)[4], const T* p) {  // not marked
-  unpack_four(x, *reinterpret_cast<const FourOf<T>*>(p));
 }
 __device__ inline void store_four(float* p, const float (&x)[4]) { store_f32(p, x); }
 __device__ inline void store_four(Bf16* p, const float (&x)[4]) {

@@ -1,7 +1,5 @@
 // kernels/optimizer.h on the device: one launch for a whole flat buffer, 30 bytes an element with a bf16 copy, 22 with
 // bf16 moments, too.
-#include <algorithm>
-
 #include "kernels/cuda/device.cuh"
 #include "kernels/optimizer.h"
 #include "kernels/stochastic_rounding.h"
@@ -30,35 +28,14 @@ __device__ int64_t edges_up_to(int64_t i, const int64_t* edges, int64_t num_edge
   return low;
 }
 
-__device__ float fast_root(float x) {
-  float y;
-  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ float fast_reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// The step with its corrections taken out of the elements (Kingma & Ba, arXiv:1412.6980, end of section 2):
-//   (m / bc1) / (sqrt(v / bc2) + eps) = scale m / (sqrt(v) + small),  scale = sqrt(bc2) / bc1,  small = sqrt(bc2) eps.
-// The hardware's roots and reciprocals err by 2^-23 each, which makes 14 roundings of a step instead of 5; a fourth of
-// the instructions leaves power for the rest of a training step. Numbers below 2^-126 pass for 0.
 struct Update {
   AdamWScalars s;
-  float scale, small;
 
-  __device__ explicit Update(const AdamWScalars& scalars) : s(scalars) {
-    const float root = fast_root(s.bias_correction2);
-    scale = root * fast_reciprocal(s.bias_correction1);
-    small = root * s.eps;
-  }
   __device__ void apply(float& w, float& m, float& v, float grad, bool decay) const {
     const float g = s.gradient_scale * grad;
     m = fmaf(s.beta1, m, (1.0f - s.beta1) * g);
     v = fmaf(s.beta2, v, (1.0f - s.beta2) * g * g);
-    const float step = scale * m * fast_reciprocal(fast_root(v) + small);
+    const float step = (m / s.bias_correction1) / (sqrtf(v / s.bias_correction2) + s.eps);
     w = fmaf(-s.lr, fmaf(decay ? s.weight_decay : 0.0f, w, step), w);
   }
 };
@@ -144,27 +121,26 @@ struct TileGradient {
   static constexpr int32_t kFar = 1 << 20;  // more than a tile
 };
 
-// Of elements [begin, end). M: of the moments. first_index: place of element 0 in the model; with kVectors both it and
-// begin are multiples of 4.
+// M: of the moments. first_index: place of element 0 in the model; with kVectors a multiple of 4.
 template <class T, class M, bool kVectors, bool kTable>
 __global__ void __launch_bounds__(kThreads)
-    adamw_kernel(float* w, M* m, M* v, T* copy, Gradient gradient, int64_t begin, int64_t end,
-                 const AdamWScalars* scalars, const int64_t* edges, int64_t num_edges, int64_t first_index) {
+    adamw_kernel(float* w, M* m, M* v, T* copy, Gradient gradient, int64_t n, const AdamWScalars* scalars,
+                 const int64_t* edges, int64_t num_edges, int64_t first_index) {
   constexpr int kPacks = kPacksOf<M>;
   constexpr int64_t kTile = kStep * kPacks;
-  const int64_t tile = begin + blockIdx.x * kTile;
-  const int64_t last = tile + kTile < end ? tile + kTile - 1 : end - 1;
-  const bool whole = kVectors && tile + kTile <= end;
+  const int64_t tile = blockIdx.x * kTile;
+  const int64_t last = tile + kTile < n ? tile + kTile - 1 : n - 1;
+  const bool whole = kVectors && tile + kTile <= n;
   const int64_t first = tile + int64_t{threadIdx.x} * 4;
   float w4[kPacks][4], m4[kPacks][4], v4[kPacks][4], g4[kPacks][4];
   const float* const grad = gradient.data;
-  if (whole) {  // before anything waits; unmarked loads are 2 % faster here
+  if (whole) {  // before anything waits
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
-      if (!kTable) load_four_to_update(g4[k], grad + first + k * kStep);
-      load_four_to_update(m4[k], m + first + k * kStep);
-      load_four_to_update(v4[k], v + first + k * kStep);
-      load_four_to_update(w4[k], w + first + k * kStep);
+      if (!kTable) load_four(g4[k], grad + first + k * kStep);
+      load_four(m4[k], m + first + k * kStep);
+      load_four(v4[k], v + first + k * kStep);
+      load_four(w4[k], w + first + k * kStep);
     }
   }
   const auto written = [&](int64_t i) { return !kTable || TileGradient(gradient, tile).written(i - tile); };
@@ -173,7 +149,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int k = 0; k < kPacks; ++k) {
       const int64_t at = first + k * kStep;
       g4[k][0] = g4[k][1] = g4[k][2] = g4[k][3] = 0.0f;
-      if (written(at)) load_four_to_update(g4[k], grad + at);
+      if (written(at)) load_four(g4[k], grad + at);
     }
   }
   const Update update{*scalars};
@@ -207,25 +183,16 @@ KernelError adamw(float* w, const Moments& moments, void* compute_copy, const Gr
                   StreamHandle stream) {
   if (n <= 0) return kKernelOk;
   const bool vectors = aligned16(w, moments.m, moments.v, compute_copy, grad.data) && moments.first_index % 4 == 0;
-  // The table's elements apart: their rows take more instructions to find than the update does.
-  const int64_t table_begin = std::clamp(grad.table_begin, int64_t{0}, n);
-  const int64_t table_end = std::clamp(grad.table_begin + grad.rows * grad.width, int64_t{0}, n);
   return for_dtype(copy_dtype, [&]<class T>(T) {
     return for_dtype(moments.dtype, [&]<class M>(M) {
-      const auto launch = [&](auto* kernel, int64_t begin, int64_t end) {
-        if (begin >= end) return KernelError{kKernelOk};
-        const auto blocks = static_cast<uint32_t>(ceil_div(end - begin, kStep * kPacksOf<M>));
-        kernel<<<blocks, kThreads, 0, stream_of(stream)>>>(w, static_cast<M*>(moments.m), static_cast<M*>(moments.v),
-                                                           static_cast<T*>(compute_copy), grad, begin, end, scalars,
-                                                           decay_edges, num_edges, moments.first_index);
-        return KernelError{launch_error()};
-      };
-      const auto dense = vectors ? adamw_kernel<T, M, true, false> : adamw_kernel<T, M, false, false>;
-      if (!grad.has_table(0, n)) return launch(dense, 0, n);
-      const auto table = vectors ? adamw_kernel<T, M, true, true> : adamw_kernel<T, M, false, true>;
-      KernelError error = launch(dense, 0, table_begin);
-      if (error == kKernelOk) error = launch(table, table_begin, table_end);
-      return error == kKernelOk ? launch(dense, table_end, n) : error;
+      const auto blocks = static_cast<uint32_t>(ceil_div(n, kStep * kPacksOf<M>));
+      const auto kernel = grad.has_table(0, n)
+                              ? (vectors ? adamw_kernel<T, M, true, true> : adamw_kernel<T, M, false, true>)
+                              : (vectors ? adamw_kernel<T, M, true, false> : adamw_kernel<T, M, false, false>);
+      kernel<<<blocks, kThreads, 0, stream_of(stream)>>>(w, static_cast<M*>(moments.m), static_cast<M*>(moments.v),
+                                                         static_cast<T*>(compute_copy), grad, n, scalars, decay_edges,
+                                                         num_edges, moments.first_index);
+      return launch_error();
     });
   });
 }
