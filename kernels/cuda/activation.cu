@@ -213,7 +213,7 @@ struct Add {
 KernelError gelu_forward(void* y, const void* x, int64_t N, int64_t F, DType dtype, StreamHandle stream) {
   return for_dtype(dtype, [&]<class T>(T) {
     const GeluForward<T> op{static_cast<T*>(y), static_cast<const T*>(x)};
-    return launch_flat<1>(op, N * F, aligned16(y, x), stream);
+    return launch_flat(op, N * F, aligned16(y, x), stream);
   });
 }
 
@@ -221,14 +221,14 @@ KernelError gelu_backward(void* dx, const void* dy, const void* x, int64_t N, in
                           StreamHandle stream) {
   return for_dtype(dtype, [&]<class T>(T) {
     const GeluBackward<T> op{static_cast<T*>(dx), static_cast<const T*>(dy), static_cast<const T*>(x)};
-    return launch_flat<1>(op, N * F, aligned16(dx, dy, x), stream);
+    return launch_flat(op, N * F, aligned16(dx, dy, x), stream);
   });
 }
 
 KernelError add(void* y, const void* a, const void* b, int64_t n, DType dtype, StreamHandle stream) {
   return for_dtype(dtype, [&]<class T>(T) {
     const Add<T> op{static_cast<T*>(y), static_cast<const T*>(a), static_cast<const T*>(b)};
-    return launch_flat<1>(op, n, aligned16(y, a, b), stream);
+    return launch_flat(op, n, aligned16(y, a, b), stream);
   });
 }
 

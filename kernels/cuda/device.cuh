@@ -55,6 +55,9 @@ KernelError for_dtype(DType dtype, F&& f) {
 template <class T>
 inline constexpr int kVectorSize = 16 / static_cast<int>(sizeof(T));
 
+// Two bf16 side by side, as fp32.
+__device__ inline float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ inline float bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 __device__ inline uint32_t bf16_pair(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
@@ -83,8 +86,8 @@ struct Packed {
         if constexpr (std::is_same_v<T, float>) {
           x[i] = __uint_as_float(words[i]);
         } else {
-          x[2 * i] = __uint_as_float(words[i] << 16);
-          x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+          x[2 * i] = bf16_low(words[i]);
+          x[2 * i + 1] = bf16_high(words[i]);
         }
       }
     }
@@ -142,8 +145,8 @@ __device__ inline void load_four(float (&x)[4], const float* p) {
 }
 __device__ inline void load_four(float (&x)[4], const Bf16* p) {
   const uint2 v = __ldcs(reinterpret_cast<const uint2*>(p));
-  x[0] = __uint_as_float(v.x << 16), x[1] = __uint_as_float(v.x & 0xffff0000u);
-  x[2] = __uint_as_float(v.y << 16), x[3] = __uint_as_float(v.y & 0xffff0000u);
+  x[0] = bf16_low(v.x), x[1] = bf16_high(v.x);
+  x[2] = bf16_low(v.y), x[3] = bf16_high(v.y);
 }
 __device__ inline void store_four(float* p, const float (&x)[4]) { store_f32(p, x); }
 __device__ inline void store_four(Bf16* p, const float (&x)[4]) {
@@ -155,6 +158,31 @@ template <class T>
 __device__ inline T lanes_sum(T x, int width) {
   for (int offset = width / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
   return x;
+}
+
+// The sum over the threads in front of each, of the kThreads of a block; `total` is the block's. Nobody is past it
+// before all have come to it.
+template <int kThreads, class T>
+__device__ inline T exclusive_sum(T x, T& total) {
+  __shared__ T warps[kThreads / 32];
+  const int lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) / 32;
+  T inclusive = x;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const T below = __shfl_up_sync(0xffffffffu, inclusive, offset);
+    if (lane >= offset) inclusive += below;
+  }
+  __syncthreads();  // the previous call's readers
+  if (lane == 31) warps[warp] = inclusive;
+  __syncthreads();
+  T before = 0;
+  total = 0;
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) {
+    if (w < warp) before += warps[w];
+    total += warps[w];
+  }
+  return before + inclusive - x;
 }
 
 // The sum over a group: `size` neighbouring lanes when size <= 32, else all threads of the block (whole warps).

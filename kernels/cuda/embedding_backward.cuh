@@ -78,8 +78,8 @@ struct Few {
     if constexpr (kVec == 1) {
       sums[0] += static_cast<float>(bits);
     } else if constexpr (sizeof(T) == 2) {
-      sums[0] += __uint_as_float(bits.x << 16), sums[1] += __uint_as_float(bits.x & 0xffff0000u);
-      sums[2] += __uint_as_float(bits.y << 16), sums[3] += __uint_as_float(bits.y & 0xffff0000u);
+      sums[0] += bf16_low(bits.x), sums[1] += bf16_high(bits.x);
+      sums[2] += bf16_low(bits.y), sums[3] += bf16_high(bits.y);
     } else {
       sums[0] += bits.x, sums[1] += bits.y, sums[2] += bits.z, sums[3] += bits.w;
     }

@@ -117,30 +117,6 @@ __global__ void __launch_bounds__(kIndexThreads) embedding_count_few_kernel(Toke
   }
 }
 
-// Exclusive sum over the block's kIndexThreads threads; `total` is the block's.
-template <class T>
-__device__ inline T exclusive_sum(T x, T& total) {
-  __shared__ T warps[kIndexThreads / 32];
-  const int lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) / 32;
-  T inclusive = x;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const T below = __shfl_up_sync(0xffffffffu, inclusive, offset);
-    if (lane >= offset) inclusive += below;
-  }
-  __syncthreads();  // the previous call's readers
-  if (lane == 31) warps[warp] = inclusive;
-  __syncthreads();
-  T before = 0;
-  total = 0;
-#pragma unroll
-  for (int w = 0; w < kIndexThreads / 32; ++w) {
-    if (w < warp) before += warps[w];
-    total += warps[w];
-  }
-  return before + inclusive - x;
-}
-
 constexpr bool writes_every_row(const TableUpdate& update) { return !update.accumulate && update.used == nullptr; }
 
 __global__ void __launch_bounds__(kIndexThreads) embedding_place_kernel(TokenIndex l, TableUpdate update) {
@@ -160,7 +136,7 @@ __global__ void __launch_bounds__(kIndexThreads) embedding_place_kernel(TokenInd
   const unsigned long long own =
       is_short ? 1u << 16 | static_cast<uint32_t>(count) : static_cast<unsigned long long>(count) << 32;
   unsigned long long total = 0;
-  const unsigned long long before = exclusive_sum(own, total);
+  const unsigned long long before = exclusive_sum<kIndexThreads>(own, total);
   if (threadIdx.x == 0) {
     short_ends = atomicAdd(&l.counters->short_ends, (total >> 16 & 0xffff) << 32 | (total & 0xffff));
     listed_end = atomicAdd(&l.counters->listed, static_cast<int32_t>(total >> 32));
@@ -208,7 +184,7 @@ __device__ inline void order_by_bitmap(const int32_t* list, int32_t count, int32
     __syncthreads();
     int32_t own = 0, total = 0;
     for (int w = 0; w < kOwn; ++w) own += __popc(words[threadIdx.x * kOwn + w]);
-    int32_t at = done + exclusive_sum(own, total);
+    int32_t at = done + exclusive_sum<kIndexThreads>(own, total);
     for (int w = 0; w < kOwn; ++w) {
       const int word = static_cast<int>(threadIdx.x) * kOwn + w;
       for (uint32_t bits = words[word]; bits != 0; bits &= bits - 1) {

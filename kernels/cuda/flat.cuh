@@ -4,7 +4,7 @@
 //   Loaded load(int64_t element)       reads the pack that begins there
 //   void store(int64_t element, const Loaded&)
 //   void one(int64_t element)          the same for one element at any address
-// A thread has kInFlight packs loading before it stores the first.
+// A thread has one pack: blocks that move less at a time keep the memory's rows in order.
 #pragma once
 
 #include "kernels/cuda/device.cuh"
@@ -13,25 +13,13 @@ namespace kintsugi::kernels::cuda {
 
 inline constexpr int kFlatThreads = 256;
 
-template <int kInFlight, class Op>
+template <class Op>
 __global__ void __launch_bounds__(kFlatThreads) flat_kernel(Op op, int64_t n) {
-  constexpr int64_t kTile = int64_t{kFlatThreads} * kInFlight * Op::kElements;
-  const int64_t first = blockIdx.x * kTile + int64_t{threadIdx.x} * Op::kElements;
-  constexpr int64_t kStep = int64_t{kFlatThreads} * Op::kElements;
-  if (blockIdx.x * kTile + kTile <= n) {
-    typename Op::Loaded loaded[kInFlight];
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) loaded[i] = op.load(first + i * kStep);
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) op.store(first + i * kStep, loaded[i]);
-    return;
-  }
-  for (int64_t element = first; element < n; element += kStep) {
-    if (element + Op::kElements <= n) {
-      op.store(element, op.load(element));
-    } else {
-      for (int64_t i = element; i < n; ++i) op.one(i);
-    }
+  const int64_t element = (int64_t{blockIdx.x} * kFlatThreads + threadIdx.x) * Op::kElements;
+  if (element + Op::kElements <= n) {
+    op.store(element, op.load(element));
+  } else {
+    for (int64_t i = element; i < n; ++i) op.one(i);
   }
 }
 
@@ -43,12 +31,12 @@ __global__ void __launch_bounds__(kFlatThreads) flat_scalar_kernel(Op op, int64_
 }
 
 // `aligned`: every array that the operation touches begins at a 16-byte boundary.
-template <int kInFlight, class Op>
+template <class Op>
 KernelError launch_flat(const Op& op, int64_t n, bool aligned, StreamHandle stream) {
   if (n <= 0) return kKernelOk;
   if (aligned) {
-    const int64_t blocks = ceil_div(n, int64_t{kFlatThreads} * kInFlight * Op::kElements);
-    flat_kernel<kInFlight><<<static_cast<uint32_t>(blocks), kFlatThreads, 0, stream_of(stream)>>>(op, n);
+    const int64_t blocks = ceil_div(n, int64_t{kFlatThreads} * Op::kElements);
+    flat_kernel<<<static_cast<uint32_t>(blocks), kFlatThreads, 0, stream_of(stream)>>>(op, n);
   } else {
     const int64_t blocks =
         ceil_div(n, kFlatThreads) < 16 * kMultiprocessors ? ceil_div(n, kFlatThreads) : 16 * kMultiprocessors;

@@ -53,19 +53,9 @@ __global__ void __launch_bounds__(kSumThreads)
 // The rows of a table that are to be read, of kSumThreads rows from `first` on: their numbers from there, ascending,
 // into `list`. Returns how many. The block calls it together.
 __device__ inline int32_t list_used_rows(const int32_t* used, int64_t first, int64_t rows, int32_t* list) {
-  __shared__ int32_t warps[kSumThreads / 32];
-  const int lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) / 32;
   const bool own = first + threadIdx.x < rows && used[first + threadIdx.x] != 0;
-  const uint32_t ballot = __ballot_sync(0xffffffffu, own);
-  __syncthreads();  // the previous call's readers
-  if (lane == 0) warps[warp] = __popc(ballot);
-  __syncthreads();
-  int32_t before = __popc(ballot & ((1u << lane) - 1)), count = 0;
-#pragma unroll
-  for (int w = 0; w < kSumThreads / 32; ++w) {
-    if (w < warp) before += warps[w];
-    count += warps[w];
-  }
+  int32_t count = 0;
+  const int32_t before = exclusive_sum<kSumThreads>(own ? 1 : 0, count);
   if (own) list[before] = static_cast<int32_t>(threadIdx.x);
   __syncthreads();
   return count;
@@ -201,7 +191,7 @@ struct AddF32 {
 };
 
 KernelError add(float* dst, const float* a, const float* b, int64_t n, StreamHandle stream) {
-  return launch_flat<1>(AddF32{dst, a, b}, n, aligned16(dst, a, b), stream);
+  return launch_flat(AddF32{dst, a, b}, n, aligned16(dst, a, b), stream);
 }
 
 struct Sources {
@@ -319,13 +309,13 @@ KernelError tree_sum(float* dst, const float* const* srcs, int64_t count, int64_
   }
   switch (count) {
     case 2:
-      return launch_flat<1>(TreeSum<2>{dst, sources}, n, aligned, stream);
+      return launch_flat(TreeSum<2>{dst, sources}, n, aligned, stream);
     case 4:
-      return launch_flat<1>(TreeSum<4>{dst, sources}, n, aligned, stream);
+      return launch_flat(TreeSum<4>{dst, sources}, n, aligned, stream);
     case 8:
-      return launch_flat<1>(TreeSum<8>{dst, sources}, n, aligned, stream);
+      return launch_flat(TreeSum<8>{dst, sources}, n, aligned, stream);
     default:
-      return launch_flat<1>(TreeSumOfMany{dst, sources, static_cast<int>(count)}, n, aligned, stream);
+      return launch_flat(TreeSumOfMany{dst, sources, static_cast<int>(count)}, n, aligned, stream);
   }
 }
 
@@ -348,13 +338,13 @@ struct Convert {
 
 KernelError convert(void* dst, const float* x, int64_t n, DType dst_dtype, StreamHandle stream) {
   return for_dtype(dst_dtype, [&]<class T>(T) {
-    return launch_flat<1>(Convert<T, float>{static_cast<T*>(dst), x}, n, aligned16(dst, x), stream);
+    return launch_flat(Convert<T, float>{static_cast<T*>(dst), x}, n, aligned16(dst, x), stream);
   });
 }
 
 KernelError convert_to_f32(float* dst, const void* x, int64_t n, DType dtype, StreamHandle stream) {
   return for_dtype(dtype, [&]<class T>(T) {
-    return launch_flat<1>(Convert<float, T>{dst, static_cast<const T*>(x)}, n, aligned16(dst, x), stream);
+    return launch_flat(Convert<float, T>{dst, static_cast<const T*>(x)}, n, aligned16(dst, x), stream);
   });
 }
 

@@ -21,8 +21,7 @@ struct RotaryOperands {
 
 // The pairs a and b of two columns each, turned: to the bit as rope.cu does with what is stored.
 __device__ inline void turn(uint32_t& a, uint32_t& b, const float2& cosines, const float2& sines) {
-  const float a0 = __uint_as_float(a << 16), a1 = __uint_as_float(a & 0xffff0000u);
-  const float b0 = __uint_as_float(b << 16), b1 = __uint_as_float(b & 0xffff0000u);
+  const float a0 = bf16_low(a), a1 = bf16_high(a), b0 = bf16_low(b), b1 = bf16_high(b);
   a = bf16_pair(fmaf(a0, cosines.x, -b0 * sines.x), fmaf(a1, cosines.y, -b1 * sines.y));
   b = bf16_pair(fmaf(b0, cosines.x, a0 * sines.x), fmaf(b1, cosines.y, a1 * sines.y));
 }

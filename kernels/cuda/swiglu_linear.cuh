@@ -35,8 +35,6 @@ __device__ inline void copy_pairs(const ProductBlock<S>& block, const SwigluMaps
   }
 }
 
-__device__ inline float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ inline float bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 // 1 / (1 + exp(-a)) to the bit as activation.cu computes it: what is denormal here and flushed vanishes in the sum, and
 // a quotient that would be is 0 there, too.
 __device__ inline float fast_sigmoid(float a) {
