@@ -10,6 +10,7 @@
 #include "kernels/composed_attention.h"
 #include "kernels/cuda/attention_cudnn.h"
 #include "kernels/cuda/attention_documents.h"
+#include "kernels/cuda/attention_hopper.h"
 #include "kernels/cuda/attention_plain.h"
 #include "kernels/cuda/device_error.h"
 
@@ -21,7 +22,7 @@ bool valid(const AttentionShape& s) {
          s.D <= kPlainAttentionMaxHeadSize && s.q_stride >= 1 && s.k_stride >= 1 && s.v_stride >= 1 && s.o_stride >= 1;
 }
 
-// What cuDNN moves lies at multiples of 16 bytes.
+// What cuDNN and the kernels for Hopper move lies at multiples of 16 bytes.
 bool aligned(std::initializer_list<const void*> pointers) {
   return std::all_of(pointers.begin(), pointers.end(),
                      [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; });
@@ -35,6 +36,9 @@ KernelError forward(void* o, float* lse, const void* q, const void* k, const voi
                     DType dtype, StreamHandle stream) {
   if (!valid(shape)) return cudaErrorInvalidValue;
   if (shape.B == 0 || shape.T == 0) return kKernelOk;
+  if (hopper_attention_applies(shape, dtype) && aligned({o, q, k, v})) {
+    return hopper_attention_forward(o, lse, q, k, v, shape, stream);
+  }
   if (cudnn_may_serve(shape, dtype) && aligned({o, q, k, v})) {
     const KernelError error = cudnn_attention_forward(o, lse, q, k, v, shape, stream);
     if (error != kNotSupported) return error;
@@ -57,13 +61,21 @@ KernelError backward(void* dq, void* dk, void* dv, const void* d_o, const void* 
                      StreamHandle stream) {
   if (!valid(shape)) return cudaErrorInvalidValue;
   if (shape.B == 0 || shape.T == 0) return kKernelOk;
+  if (hopper_attention_applies(shape, dtype) && aligned({dq, dk, dv, d_o, o, q, k, v, workspace})) {
+    return hopper_attention_backward(dq, dk, dv, d_o, o, lse, q, k, v, shape, workspace, stream);
+  }
   const KernelError error = turned_gradients(dq, dk, dv, d_o, o, lse, q, k, v, shape, workspace, dtype, stream);
   return error != kKernelOk ? error : turn_back<rope>(dq, dk, shape, dtype, stream);
 }
 
 int64_t backward_workspace_bytes(const AttentionShape& shape, DType dtype) {
-  const int64_t cudnn = cudnn_may_serve(shape, dtype) ? cudnn_attention_workspace_bound(shape) : 0;
-  return std::max(plain_attention_workspace_bytes(shape), cudnn);
+  int64_t faster = 0;
+  if (hopper_attention_applies(shape, dtype)) {
+    faster = hopper_attention_workspace_bytes(shape);
+  } else if (cudnn_may_serve(shape, dtype)) {
+    faster = cudnn_attention_workspace_bound(shape);
+  }
+  return std::max(plain_attention_workspace_bytes(shape), faster);
 }
 
 int64_t document_mask_bytes(const AttentionShape& shape, DType dtype) {
@@ -81,6 +93,7 @@ KernelError write_document_mask(void* mask, const AttentionShape& shape, DType d
 KernelError prepare(const AttentionShape& shape, DType dtype, bool with_backward) {
   if (!valid(shape)) return cudaErrorInvalidValue;
   if (shape.B == 0 || shape.T == 0 || !cudnn_may_serve(shape, dtype)) return kKernelOk;
+  if (hopper_attention_applies(shape, dtype)) return kKernelOk;
   using enum AttentionPass;
   for (const AttentionPass pass : {with_backward ? kForwardWithLse : kForward, kBackward}) {
     if (pass == kBackward && !with_backward) break;
@@ -91,6 +104,7 @@ KernelError prepare(const AttentionShape& shape, DType dtype, bool with_backward
 }
 
 std::string library_text(const AttentionShape& shape, DType dtype) {
+  if (hopper_attention_applies(shape, dtype)) return "our own";
   if (dtype != DType::kBF16) return "plain (cuDNN serves bf16 only)";
   if (shape.document_starts != nullptr && shape.document_mask == nullptr) return "plain (documents without a mask)";
   if (!cudnn_may_serve(shape, dtype)) return "plain (cuDNN wants head sizes and strides that are multiples of 8)";

@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "kernels/cuda/attention_documents.h"
+#include "kernels/cuda/attention_hopper.h"
 #include "kernels/cuda/gemm_kernels.h"
 #include "kernels/cuda/gemm_tuning.h"
 #include "kernels/cuda/library_handles.h"
@@ -399,6 +400,7 @@ KernelError tune_attention(AttentionTable* table, const AttentionShape& s, void*
   const auto round_up = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
   const auto known = [&](AttentionPass pass) { return table->find(problem_of(key_of(s, pass))) != nullptr; };
   if (known(AttentionPass::kForwardWithLse) && known(AttentionPass::kBackward)) return kKernelOk;
+  if (hopper_attention_applies(s, DType::kBF16)) return kKernelOk;  // cuDNN never sees it
   const int64_t width = (s.H + 2 * s.K) * s.D, element = size_of(DType::kBF16);
   if (s.q_stride != width || s.k_stride != width || s.v_stride != width) return kKernelOk;
   const int64_t qkv_bytes = round_up(s.B * s.T * width * element), o_bytes = round_up(s.B * s.T * s.o_stride * element),

@@ -22,10 +22,7 @@ struct Arrival {
   __device__ static void publish() { hopper::publish_barriers(); }
   __device__ void expect(uint32_t bytes) { hopper::arrive_and_expect(address(), bytes); }
   __device__ void copy(void* to, const void* from, uint32_t bytes) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     hopper::shared_address(to)),
-                 "l"(from), "r"(bytes), "r"(address())
-                 : "memory");
+    hopper::load_bytes(hopper::shared_address(to), from, bytes, address());
   }
   // Phases alternate between parity 0, the first, and 1.
   __device__ void wait(uint32_t parity) {

@@ -17,18 +17,12 @@ namespace {
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;
 
-__device__ inline float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // e^x. Gradients in bf16 cannot show the difference of the faster way, whose argument is rounded once more; those in
 // fp32 are trained from until rounding errors have grown a thousandfold.
 template <class T>
 __device__ inline float exp_of(float x) {
   if constexpr (std::is_same_v<T, float>) return expf(x);
-  return exp2_fast(x * kLog2E);
+  return fast_exp2(x * kLog2E);
 }
 
 // sum = the sum of e^(v - max) over values seen, logits of type T. Starts below every finite number, so that -inf
@@ -92,7 +86,7 @@ struct RowGradient {
     logits.get(v);
 #pragma unroll
     for (int e = 0; e < kVec; ++e) {
-      v[e] = kExact ? expf(v[e] - max) * scale : exp2_fast(fmaf(v[e] - max, kLog2E, -scale));
+      v[e] = kExact ? expf(v[e] - max) * scale : fast_exp2(fmaf(v[e] - max, kLog2E, -scale));
     }
     if (target >= c && target < c + kVec) {
 #pragma unroll

@@ -63,6 +63,13 @@ __device__ inline uint32_t bf16_pair(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+// 2^x by the hardware; what is denormal counts as 0.
+__device__ inline float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // kVec elements as they lie in memory: 16 bytes at a 16-byte boundary, or one element anywhere. Loads are marked as
 // streaming (read once), so that weights stay in the caches.
 template <class T, int kVec>

@@ -107,6 +107,12 @@ __device__ inline void load_tile_for_all(uint32_t to, const CUtensorMap& map, in
       "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(blocks)
       : "memory");
 }
+// A stretch of memory; both ends at multiples of 16 bytes, and so is its length.
+__device__ inline void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
 // Ordinary stores to shared memory become visible to the copy engine: by each thread that stored, then a barrier, then
 // store_tile() by one thread, which also commits and waits.
 __device__ inline void publish_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -125,6 +131,21 @@ __device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_grou
 template <int kLeft>
 __device__ inline void wait_stores_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
+}
+
+// ---- Ordinary accesses to shared memory
+
+__device__ inline void store_shared(uint32_t to, int32_t x) {
+  asm volatile("st.shared.s32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+}
+__device__ inline void load_shared(int32_t& x, uint32_t from) {
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+}
+__device__ inline void load_shared(float4& x, uint32_t from) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(from)
+               : "memory");
 }
 
 // ---- Four 8 x 8 matrices of bf16 between shared memory and a warp's registers: lane l gives the address of row l % 8
@@ -151,8 +172,9 @@ __device__ inline void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// ---- Products of a warpgroup (128 threads): d (64, n) fp32 in registers, += a (64, 16) b (16, n), both in shared
-// memory. Thread t's d[4 j + e]: row 16 (t / 32) + (t % 32) / 4 + 8 (e / 2), column 8 j + 2 (t % 4) + e % 2.
+// ---- Products of a warpgroup (128 threads): d (64, n) fp32 in registers, += a (64, 16) b (16, n), b in shared memory,
+// a there or in registers. Thread t's d[4 j + e]: row 16 (t / 32) + (t % 32) / 4 + 8 (e / 2), column 8 j + 2 (t % 4) +
+// e % 2.
 
 // a: 64 rows; b (kTransposeB = 0): n rows; both with the summed index along the row, of which 64 elements are a tile's
 // row. 16 further along the row: + 2.
@@ -216,6 +238,31 @@ __device__ inline void multiply(float (&d)[96], uint64_t a, uint64_t b, int32_t 
       : KTG_OUT8(d, 0), KTG_OUT8(d, 8), KTG_OUT8(d, 16), KTG_OUT8(d, 24), KTG_OUT8(d, 32), KTG_OUT8(d, 40),
         KTG_OUT8(d, 48), KTG_OUT8(d, 56), KTG_OUT8(d, 64), KTG_OUT8(d, 72), KTG_OUT8(d, 80), KTG_OUT8(d, 88)
       : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeB));
+}
+
+template <int kTransposeB>
+__device__ inline void multiply(float (&d)[32], uint64_t a, uint64_t b, int32_t accumulate) {
+  asm volatile(
+      "{\n .reg .pred p;\n setp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%32, %33, p, 1, 1, 0, %35;\n}"
+      : KTG_OUT8(d, 0), KTG_OUT8(d, 8), KTG_OUT8(d, 16), KTG_OUT8(d, 24)
+      : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeB));
+}
+// a in registers: each warp its 16 rows, as load_matrices() brings them (matrices 0 and 1: the upper and the lower 8
+// rows of the first 8 columns, 2 and 3: of the next).
+template <int kTransposeB>
+__device__ inline void multiply(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int32_t accumulate) {
+  asm volatile(
+      "{\n .reg .pred p;\n setp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}"
+      : KTG_OUT8(d, 0), KTG_OUT8(d, 8), KTG_OUT8(d, 16), KTG_OUT8(d, 24)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransposeB));
 }
 
 #undef KTG_OUT8

@@ -38,9 +38,8 @@ __device__ inline void copy_pairs(const ProductBlock<S>& block, const SwigluMaps
 // 1 / (1 + exp(-a)) to the bit as activation.cu computes it: what is denormal here and flushed vanishes in the sum, and
 // a quotient that would be is 0 there, too.
 __device__ inline float fast_sigmoid(float a) {
-  float power, quotient;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(a * -1.4426950408889634f));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(quotient) : "f"(1.0f + power));
+  float quotient;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(quotient) : "f"(1.0f + fast_exp2(a * -1.4426950408889634f)));
   return quotient;
 }
 
