@@ -55,7 +55,8 @@ struct Case {
 };
 
 std::vector<Case> rowwise_cases();
-// Attention by its library at the training shapes, and by our plain kernels at one of them.
+// Attention at the training shapes by the library and, where heads are of their size, by kernels of our own; by the
+// plain ones at one shape.
 std::vector<Case> attention_cases();
 std::vector<Case> bias_gradient_cases();
 // The products in front of SwiGLU and behind it, which compute it, too; those in front of attention, with the rotation

@@ -1,5 +1,6 @@
 // Matrix products and attention of the four training shapes, as their libraries run them.
 //   N rows   I input width   O output width   B batch   T tokens   H query heads   K key/value heads   D head size
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -7,6 +8,7 @@
 
 #include "experiments/kernels_cuda/bench.h"
 #include "kernels/cuda/attention_cudnn.h"
+#include "kernels/cuda/attention_hopper.h"
 #include "kernels/cuda/attention_plain.h"
 #include "kernels/cuda/gemm_tuning.h"
 #include "kernels/cuda/libraries.h"
@@ -67,6 +69,13 @@ AttentionShape attention_shape(const ModelShape& m, bool deterministic) {
           deterministic};
 }
 
+// Whichever implementation is timed.
+int64_t backward_workspace_bytes(const AttentionShape& s) {
+  return std::max({kernels::cuda::attention().backward_workspace_bytes(s, DType::kBF16),
+                   kernels::cuda::cudnn_attention_workspace_bound(s), kernels::cuda::plain_attention_workspace_bytes(s),
+                   kernels::cuda::hopper_attention_workspace_bytes(s)});
+}
+
 struct AttentionBuffers {
   AttentionBuffers(Pool& pool, const AttentionShape& s)
       : qkv(pool.take<char>(s.B * s.T * s.q_stride * 2)),
@@ -74,7 +83,7 @@ struct AttentionBuffers {
         o(pool.take(s.B * s.T * s.o_stride * 2)),
         d_o(pool.take(s.B * s.T * s.o_stride * 2)),
         lse(pool.take<float>(s.B * s.H * s.T * 4)),
-        workspace(pool.take(kernels::cuda::attention().backward_workspace_bytes(s, DType::kBF16))),
+        workspace(pool.take(backward_workspace_bytes(s))),
         k_at(s.H * s.D * 2),
         v_at((s.H + s.K) * s.D * 2) {}
   char *qkv, *d_qkv;
@@ -84,38 +93,77 @@ struct AttentionBuffers {
   int64_t k_at, v_at;
 };
 
-void add_attention(std::vector<Case>& cases, const ModelShape& m, bool plain) {
+// Passes of the library and of ours, called past the table that chooses between them.
+struct AttentionForward {
+  const char* name;
+  KernelError (*call)(void* o, float* lse, const void* q, const void* k, const void* v, const AttentionShape& shape,
+                      kernels::StreamHandle stream);
+};
+struct AttentionBackward {
+  const char* name;
+  bool deterministic;
+  KernelError (*call)(void* dq, void* dk, void* dv, const void* d_o, const void* o, const float* lse, const void* q,
+                      const void* k, const void* v, const AttentionShape& shape, void* workspace,
+                      kernels::StreamHandle stream);
+};
+
+std::string shape_text(const ModelShape& m) {
+  return std::string(m.name) + ", " + std::to_string(m.B) + " x " + std::to_string(m.T);
+}
+
+void add_backward(std::vector<Case>& cases, const ModelShape& m, const AttentionBackward& pass) {
+  const double operations = 5.0 * static_cast<double>(m.B * m.H * m.T) * static_cast<double>(m.T * m.D);
+  cases.push_back({pass.name, shape_text(m), 0, operations, [=](Pool& pool) -> Launch {
+                     const AttentionShape s = attention_shape(m, pass.deterministic);
+                     const AttentionBuffers b(pool, s);
+                     return [=](cudaStream_t stream) {
+                       return pass.call(b.d_qkv, b.d_qkv + b.k_at, b.d_qkv + b.v_at, b.d_o, b.o, b.lse, b.qkv,
+                                        b.qkv + b.k_at, b.qkv + b.v_at, s, b.workspace, stream);
+                     };
+                   }});
+}
+
+void add_forward(std::vector<Case>& cases, const ModelShape& m, const AttentionForward& pass) {
   const double operations = 2.0 * static_cast<double>(m.B * m.H * m.T) * static_cast<double>(m.T * m.D);
-  const std::string name = plain ? "attention plain " : "attention ";
-  const std::string shape = std::string(m.name) + ", " + std::to_string(m.B) + " x " + std::to_string(m.T);
-  const auto forward_call = plain ? kernels::cuda::plain_attention_forward : kernels::cuda::attention().forward;
-  const auto backward_call = plain ? kernels::cuda::plain_attention_backward : kernels::cuda::attention().backward;
-  cases.push_back({name + "forward", shape, 0, operations, [=](Pool& pool) -> Launch {
+  cases.push_back({pass.name, shape_text(m), 0, operations, [=](Pool& pool) -> Launch {
                      const AttentionShape s = attention_shape(m, true);
                      const AttentionBuffers b(pool, s);
                      return [=](cudaStream_t stream) {
-                       return forward_call(b.o, b.lse, b.qkv, b.qkv + b.k_at, b.qkv + b.v_at, s, DType::kBF16, stream);
+                       return pass.call(b.o, b.lse, b.qkv, b.qkv + b.k_at, b.qkv + b.v_at, s, stream);
                      };
                    }});
-  for (const bool deterministic : {true, false}) {
-    if (plain && !deterministic) continue;
-    cases.push_back({name + "backward" + (deterministic ? " repeatable" : ""), shape, 0, 2.5 * operations,
-                     [=](Pool& pool) -> Launch {
-                       const AttentionShape s = attention_shape(m, deterministic);
-                       const AttentionBuffers b(pool, s);
-                       return [=](cudaStream_t stream) {
-                         return backward_call(b.d_qkv, b.d_qkv + b.k_at, b.d_qkv + b.v_at, b.d_o, b.o, b.lse, b.qkv,
-                                              b.qkv + b.k_at, b.qkv + b.v_at, s, b.workspace, DType::kBF16, stream);
-                       };
-                     }});
-  }
+}
+
+void add_attention(std::vector<Case>& cases, const ModelShape& m) {
+  add_forward(cases, m, {"attention cuDNN forward", kernels::cuda::cudnn_attention_forward});
+  add_backward(cases, m, {"attention cuDNN backward", false, kernels::cuda::cudnn_attention_backward});
+  add_backward(cases, m, {"attention cuDNN backward repeatable", true, kernels::cuda::cudnn_attention_backward});
+  if (!kernels::cuda::hopper_attention_applies(attention_shape(m, true), DType::kBF16)) return;
+  add_forward(cases, m, {"attention own forward", kernels::cuda::hopper_attention_forward});
+  add_backward(cases, m, {"attention own backward repeatable", true, kernels::cuda::hopper_attention_backward});
+}
+
+void add_plain_attention(std::vector<Case>& cases, const ModelShape& m) {
+  add_forward(cases, m,
+              {"attention plain forward", [](void* o, float* lse, const void* q, const void* k, const void* v,
+                                             const AttentionShape& s, kernels::StreamHandle stream) {
+                 return kernels::cuda::plain_attention_forward(o, lse, q, k, v, s, DType::kBF16, stream);
+               }});
+  add_backward(
+      cases, m,
+      {"attention plain backward repeatable", true,
+       [](void* dq, void* dk, void* dv, const void* d_o, const void* o, const float* lse, const void* q, const void* k,
+          const void* v, const AttentionShape& s, void* workspace, kernels::StreamHandle stream) {
+         return kernels::cuda::plain_attention_backward(dq, dk, dv, d_o, o, lse, q, k, v, s, workspace, DType::kBF16,
+                                                        stream);
+       }});
 }
 
 // Packed documents: the library's kernels with their mask, whose time does not depend on where the borders are, and
 // what it takes to write the mask, once a batch.
 void add_documents(std::vector<Case>& cases, const ModelShape& m) {
   const double operations = 2.0 * static_cast<double>(m.B * m.H * m.T) * static_cast<double>(m.T * m.D);
-  const std::string shape = std::string(m.name) + ", " + std::to_string(m.B) + " x " + std::to_string(m.T);
+  const std::string shape = shape_text(m);
   const auto mask_bytes = kernels::cuda::attention().document_mask_bytes(attention_shape(m, true), DType::kBF16);
   const auto masked = [=](Pool& pool, bool deterministic) {
     AttentionShape s = attention_shape(m, deterministic);
@@ -276,9 +324,9 @@ std::vector<Case> fused_product_cases() {
 
 std::vector<Case> attention_cases() {
   std::vector<Case> cases;
-  for (const ModelShape& m : kModels) add_attention(cases, m, false);
+  for (const ModelShape& m : kModels) add_attention(cases, m);
   for (const ModelShape& m : kModels) add_documents(cases, m);
-  add_attention(cases, kModels[0], true);
+  add_plain_attention(cases, kModels[0]);
   return cases;
 }
 
@@ -288,14 +336,15 @@ nlohmann::json attention_builds() {
     for (const bool deterministic : {true, false}) {
       const AttentionShape s = attention_shape(m, deterministic);
       const auto begin = std::chrono::steady_clock::now();
-      const KernelError error = kernels::cuda::attention().prepare(s, DType::kBF16, true);
+      KernelError error = kernels::cuda::cudnn_attention_prepare(s, kernels::cuda::AttentionPass::kForwardWithLse);
+      if (error == 0) error = kernels::cuda::cudnn_attention_prepare(s, kernels::cuda::AttentionPass::kBackward);
       const double ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
       const auto bytes = [&](kernels::cuda::AttentionPass pass) {
         return kernels::cuda::cudnn_attention_scratch_bytes(s, pass);
       };
       const int64_t forward = bytes(kernels::cuda::AttentionPass::kForwardWithLse),
                     backward = bytes(kernels::cuda::AttentionPass::kBackward),
-                    planned = kernels::cuda::attention().backward_workspace_bytes(s, DType::kBF16);
+                    planned = kernels::cuda::cudnn_attention_workspace_bound(s);
       std::printf("attention graphs %-9s %-11s error %d, %6.0f ms, scratch forward %lld, backward %lld of %lld: %s\n",
                   m.name, deterministic ? "repeatable" : "", error, ms, static_cast<long long>(forward),
                   static_cast<long long>(backward), static_cast<long long>(planned),
@@ -328,8 +377,7 @@ void print_attention_plans(Pool& pool, cudaStream_t stream) {
         }
       }
       for (const kernels::cuda::CudnnPlanTime& t : kernels::cuda::time_cudnn_attention_plans(
-               s, pass, /*all=*/true, operands, b.workspace,
-               kernels::cuda::attention().backward_workspace_bytes(s, DType::kBF16), stream)) {
+               s, pass, /*all=*/true, operands, b.workspace, backward_workspace_bytes(s), stream)) {
         std::printf("  %-9s %-20s %9.1f us %12lld bytes %s\n", m.name, name, t.microseconds,
                     static_cast<long long>(t.workspace_bytes), t.name.c_str());
       }

@@ -5,10 +5,28 @@
 #include <chrono>
 #include <iostream>
 
+#include "kernels/cuda/attention_hopper.h"
 #include "tests/kernels/cuda/attention_testing.h"
 
 namespace kintsugi::kernels {
 namespace {
+
+// dq and dk turned once they were rounded, and before.
+void expect_near_turned(Outputs& before, Outputs& after, const Problem& p, const std::string& what) {
+  clear_gaps(before.d_qkv, p.qkv_width, (p.s.H + 2 * p.s.K) * p.s.D);
+  clear_gaps(after.d_qkv, p.qkv_width, (p.s.H + 2 * p.s.K) * p.s.D);
+  const int64_t half = p.s.D / 2, turned = (p.s.H + p.s.K) * p.s.D, end = turned + p.s.K * p.s.D;
+  const double round = unit_roundoff(p.qkv.dtype());
+  for (int64_t n = 0; n < p.s.B * p.s.T; ++n) {
+    for (int64_t column = 0; column < end; ++column) {
+      const int64_t i = n * p.qkv_width + column, other = column % p.s.D < half ? i + half : i - half;
+      const double x = before.d_qkv.get(i), y = after.d_qkv.get(i);
+      const double pair = std::hypot(x, static_cast<double>(before.d_qkv.get(other)));
+      ASSERT_LE(std::fabs(x - y), column < turned ? round * (pair + std::fabs(x)) : 0.0)
+          << "token " << n << " column " << column << ", " << what;
+    }
+  }
+}
 
 constexpr Sizes kSizes[] = {{1, 1, 1, 1, 64},   {2, 2, 2, 1, 64},    {1, 7, 3, 3, 80},    {2, 64, 4, 2, 64},
                             {1, 65, 8, 2, 96},  {2, 128, 4, 4, 128}, {1, 129, 3, 1, 128}, {1, 257, 2, 2, 80},
@@ -29,7 +47,9 @@ TEST_P(CudaAttentionTest, WhatTheTableServesMatchesTheReferenceOverOddSizes) {
   for (const Sizes& sizes : kOddSizes) check(sizes, false, true, 3);
 }
 
-// Deterministic, so that the calls of the two families in a row have the same bits.
+// Turned by the rotation's own kernel the results have the same bits as calls of the two families in a row, which are
+// deterministic here. Where the backward pass turns them before it rounds them, they differ by the roundings in front
+// of the rotation, of two elements that are no larger than their pair, and by the last ones.
 TEST_P(CudaAttentionTest, GradientsOfTurnedQueriesAndKeysAreTurnedBack) {
   for (const Sizes& sizes : {Sizes{2, 64, 4, 2, 64}, {1, 129, 3, 1, 128}, {1, 33, 2, 2, 20}}) {
     Problem p = make_problem(sizes, dtype(), rng_);
@@ -45,7 +65,11 @@ TEST_P(CudaAttentionTest, GradientsOfTurnedQueriesAndKeysAreTurnedBack) {
     rotation.attach(p.shape);
     ASSERT_EQ(d.backward(false), kKernelOk);
     download(together, d);
-    expect_same_bits(together.d_qkv, apart.d_qkv, to_string(sizes));
+    if (cuda::hopper_attention_applies(p.shape, dtype())) {
+      expect_near_turned(together, apart, p, to_string(sizes));
+    } else {
+      expect_same_bits(together.d_qkv, apart.d_qkv, to_string(sizes));
+    }
   }
 }
 
