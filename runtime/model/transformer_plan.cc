@@ -10,12 +10,19 @@ namespace {
 constexpr int64_t kEvalLogitsRows = 256;
 
 // The most that attention's backward needs for any batch within the options. Its need may depend on how the tokens
-// divide into sequences, so lengths of every magnitude are asked.
+// divide into sequences, so lengths of every magnitude are asked, and on whether these hold several documents, which
+// other kernels may serve.
 int64_t attention_workspace_bytes(const ModelConfig& config, const TransformerOptions& options,
                                   const kernels::KernelTable& kernels) {
   const auto bytes = [&](int64_t T) {
     const int64_t B = (options.max_tokens + T - 1) / T;
-    return kernels.attention->backward_workspace_bytes(attention_shape(config, options, B, T), options.dtype);
+    kernels::AttentionShape shape = attention_shape(config, options, B, T);
+    const int64_t one_document = kernels.attention->backward_workspace_bytes(shape, options.dtype);
+    if (!options.documents) return one_document;
+    static constexpr int32_t kSomewhere = 0;  // a plan asks whether there are any, not where
+    shape.document_starts = &kSomewhere;
+    shape.document_mask = &kSomewhere;
+    return std::max(one_document, kernels.attention->backward_workspace_bytes(shape, options.dtype));
   };
   int64_t most = bytes(options.max_seq_len);
   for (int64_t T = 1; T < options.max_seq_len && !options.one_length; T *= 2) most = std::max(most, bytes(T));
