@@ -17,6 +17,9 @@
 namespace kintsugi::kernels::cuda {
 
 // s and dp of a step begin; s is complete on return, and so is every product before.
+// Loops call it at their end: where a product with a left operand that never changes comes first in a loop, ptxas 13.0
+// gives that operand's registers to the next left operand of the turn, and the second turn multiplies with what is
+// there.
 template <class S, class LeftS>
 __device__ inline void begin_step(StepRing<S>& ring, float (&s)[32], float (&dp)[32], const LeftS& left_s,
                                   const LeftOperand& left_dp) {
