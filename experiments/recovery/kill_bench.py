@@ -208,7 +208,8 @@ def measure(args: argparse.Namespace) -> dict:
         warm.finish()
         # A kill needs its window, the mending, the step that follows, and the new spare's start behind training.
         seconds = args.settle + args.kills * (args.window / 2 + args.mend)
-        steps = int(seconds / pace_of(warm)) + max(5, args.pace_steps)
+        # On a busy machine that may be fewer steps than the learning rate's warm-up has, which no run may be shorter than.
+        steps = max(50, int(seconds / pace_of(warm)) + max(5, args.pace_steps))
     print(f"{steps} steps for {args.kills} kills; seed {args.seed}", flush=True)
 
     job = Job(args, "disturbed", steps, [])
