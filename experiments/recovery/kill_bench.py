@@ -54,7 +54,8 @@ class Job:
             command.append("--allow-run-as-root")
         command += [str(ROOT / args.build / "bin/train"), str(ROOT / args.config)]
         command += ["--out", str(self.out)]
-        for s in [f"training.steps={steps}", "training.eval_every=0", "fault.kill=[]",
+        # No run may be shorter than the learning rate's warm-up, and these may have few steps.
+        for s in [f"training.steps={steps}", "lr_scheduler.warmup_steps=1", "training.eval_every=0", "fault.kill=[]",
                   f"recovery.spares={args.spares}", *sets, *args.set]:
             command += ["--set", s]
         self.command = command
@@ -204,12 +205,11 @@ def measure(args: argparse.Namespace) -> dict:
     # Nobody dies in these: no spares, so that what they take of the machine does not count.
     steps = args.steps
     if not steps:
-        warm = Job(args, "pace", args.pace_steps, ["recovery.spares=0", "lr_scheduler.warmup_steps=1"])
+        warm = Job(args, "pace", args.pace_steps, ["recovery.spares=0"])
         warm.finish()
         # A kill needs its window, the mending, the step that follows, and the new spare's start behind training.
         seconds = args.settle + args.kills * (args.window / 2 + args.mend)
-        # On a busy machine that may be fewer steps than the learning rate's warm-up has, which no run may be shorter than.
-        steps = max(50, int(seconds / pace_of(warm)) + max(5, args.pace_steps))
+        steps = int(seconds / pace_of(warm)) + max(5, args.pace_steps)
     print(f"{steps} steps for {args.kills} kills; seed {args.seed}", flush=True)
 
     job = Job(args, "disturbed", steps, [])
