@@ -293,27 +293,18 @@ TEST_P(CudaHopperAttentionTest, ARecordedGraphGivesTheSameBits) {
     ASSERT_EQ(forward_call(d, d.lse.as<float>(), nullptr), kKernelOk);
     ASSERT_NO_FATAL_FAILURE(run(direct, d));
     const DeviceMemory workspace(cuda::hopper_attention_workspace_bytes(p.shape));
-    cudaStream_t stream = nullptr;
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t executable = nullptr;
-    ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+    const TestStream stream;
     ASSERT_EQ(forward_call(d, d.lse.as<float>(), stream), kKernelOk);  // a stream's first call makes its scratch
     ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-    ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-    EXPECT_EQ(forward_call(d, d.lse.as<float>(), stream), kKernelOk);
-    EXPECT_EQ(backward_call(d, workspace, stream), kKernelOk);
-    ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-    ASSERT_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
+    const RecordedGraph graph(stream, [&] {
+      EXPECT_EQ(forward_call(d, d.lse.as<float>(), stream), kKernelOk);
+      EXPECT_EQ(backward_call(d, workspace, stream), kKernelOk);
+    });
     for (const DeviceMemory* memory : {&d.o, &d.lse, &d.d_qkv}) memory->fill(0xff);
-    for (int i = 0; i < 3; ++i) ASSERT_EQ(cudaGraphLaunch(executable, stream), cudaSuccess);
-    ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+    ASSERT_NO_FATAL_FAILURE(graph.run(3));
     download(recorded, d);
     expect_same_bits(recorded.o, direct.o, "o, " + to_string(sizes));
     expect_same_bits(recorded.d_qkv, direct.d_qkv, to_string(sizes));
-    cudaGraphExecDestroy(executable);
-    cudaGraphDestroy(graph);
-    cuda::release_library_stream(stream);
-    cudaStreamDestroy(stream);
   }
 }
 

@@ -154,29 +154,19 @@ TEST_P(CudaAttentionTest, ARecordedGraphGivesTheSameBits) {
   for (const Sizes& sizes : {Sizes{2, 256, 4, 2, 64}, Sizes{1, 190, 4, 4, 128}}) {
     const Problem p = make_problem(sizes, dtype(), rng_);
     const DeviceProblem d(p), recorded(p);
-    cudaStream_t stream = nullptr;
-    ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+    const TestStream stream;
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     ASSERT_EQ(d.forward(false, stream), kKernelOk);
     ASSERT_EQ(d.backward(false, stream), kKernelOk);
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t executable = nullptr;
-    ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-    EXPECT_EQ(recorded.forward(false, stream), kKernelOk);
-    EXPECT_EQ(recorded.backward(false, stream), kKernelOk);
-    ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-    ASSERT_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
-    for (int i = 0; i < 2; ++i) ASSERT_EQ(cudaGraphLaunch(executable, stream), cudaSuccess);
-    ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+    RecordedGraph(stream, [&] {
+      EXPECT_EQ(recorded.forward(false, stream), kKernelOk);
+      EXPECT_EQ(recorded.backward(false, stream), kKernelOk);
+    }).run(2);
     Outputs a(p), b(p);
     download(a, d);
     download(b, recorded);
     expect_same_bits(b.o, a.o, "o, " + to_string(sizes));
     expect_same_bits(b.d_qkv, a.d_qkv, "d_qkv, " + to_string(sizes));
-    cudaGraphExecDestroy(executable);
-    cudaGraphDestroy(graph);
-    cuda::release_library_stream(stream);
-    cudaStreamDestroy(stream);
   }
 }
 
@@ -269,8 +259,7 @@ TEST_P(CudaAttentionTest, ARecordedGraphTakesTheBordersOfEachBatch) {
   const std::vector<int32_t> first = random_document_starts(sizes.B, sizes.T, rng_),
                              second = random_document_starts(sizes.B, sizes.T, rng_);
   const DeviceDocuments now(p, first), then(p, second);
-  cudaStream_t stream = nullptr;
-  ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+  const TestStream stream;
   then.attach(p, true);
   const DeviceProblem d(p);
   Outputs want(p), got(p);
@@ -280,26 +269,18 @@ TEST_P(CudaAttentionTest, ARecordedGraphTakesTheBordersOfEachBatch) {
   ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
   download(want, d);
   now.attach(p, true);
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t executable = nullptr;
-  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-  EXPECT_EQ(now.write(p, stream), kKernelOk);
-  EXPECT_EQ(d.forward(false, stream), kKernelOk);
-  EXPECT_EQ(d.backward(false, stream), kKernelOk);
-  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-  ASSERT_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
+  const RecordedGraph graph(stream, [&] {
+    EXPECT_EQ(now.write(p, stream), kKernelOk);
+    EXPECT_EQ(d.forward(false, stream), kKernelOk);
+    EXPECT_EQ(d.backward(false, stream), kKernelOk);
+  });
   for (const std::vector<int32_t>* starts : {&first, &second}) {
     now.starts.upload(starts->data(), static_cast<int64_t>(starts->size()) * 4);
-    ASSERT_EQ(cudaGraphLaunch(executable, stream), cudaSuccess);
-    ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+    ASSERT_NO_FATAL_FAILURE(graph.run());
   }
   download(got, d);
   expect_same_bits(got.o, want.o, "o");
   expect_same_bits(got.d_qkv, want.d_qkv, "d_qkv");
-  cudaGraphExecDestroy(executable);
-  cudaGraphDestroy(graph);
-  cuda::release_library_stream(stream);
-  cudaStreamDestroy(stream);
 }
 
 TEST_P(CudaAttentionTest, ShapesOutOfRangeAreRefused) {

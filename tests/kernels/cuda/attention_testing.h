@@ -12,8 +12,8 @@
 
 #include "kernels/cuda/attention_cudnn.h"
 #include "kernels/cuda/attention_plain.h"
-#include "kernels/cuda/libraries.h"
 #include "tests/kernels/attention_gradient.h"
+#include "tests/kernels/cuda/recorded_graph.h"
 #include "tests/kernels/cuda/rowwise_testing.h"
 
 namespace kintsugi::kernels {

@@ -1,5 +1,6 @@
 // Kernels of more than one launch, or with unusual launches, inside a CUDA graph: a training step is one.
 #include "kernels/cuda/graph_fills.h"
+#include "tests/kernels/cuda/recorded_graph.h"
 #include "tests/kernels/cuda/rowwise_testing.h"
 
 namespace kintsugi::kernels {
@@ -7,25 +8,13 @@ namespace {
 
 class CudaCaptureTest : public CudaRowwiseTest {
  protected:
-  CudaCaptureTest() { EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess); }
-  ~CudaCaptureTest() override { cudaStreamDestroy(stream_); }
-
   // Records what `queue` queues and runs it `times` times.
   template <class Queue>
   void replay(int times, Queue queue) {
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t exec = nullptr;
-    ASSERT_EQ(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-    queue(stream_);
-    ASSERT_EQ(cudaStreamEndCapture(stream_, &graph), cudaSuccess);
-    ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
-    for (int i = 0; i < times; ++i) EXPECT_EQ(cudaGraphLaunch(exec, stream_), cudaSuccess);
-    EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
-    cudaGraphExecDestroy(exec);
-    cudaGraphDestroy(graph);
+    RecordedGraph(stream_, [&] { queue(stream_); }).run(times);
   }
 
-  cudaStream_t stream_ = nullptr;
+  const TestStream stream_;
 };
 
 TEST_P(CudaCaptureTest, CrossEntropyByClusters) {

@@ -7,6 +7,7 @@
 #include "kernels/cuda/libraries.h"
 #include "kernels/cuda/library_handles.h"
 #include "kernels/cuda/matmul.h"
+#include "tests/kernels/cuda/recorded_graph.h"
 #include "tests/kernels/cuda/rowwise_testing.h"
 
 namespace kintsugi::kernels {
@@ -217,8 +218,7 @@ TEST_P(CudaGemmTest, NoTokensGiveZeroWeightGradients) {
 TEST_P(CudaGemmTest, TheSameCallGivesTheSameBitsAgainAndInsideAGraph) {
   const Sizes s{16384, 256, 128};
   const DeviceMemory dy(normal(s.N * s.O)), x(normal(s.N * s.I));
-  cudaStream_t stream = nullptr;
-  ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+  const TestStream stream;
   const auto multiply = [&](const DeviceMemory& dw, const DeviceMemory& db) {
     const KernelError error =
         gemm().linear_backward_weight(dw.as<float>(), dy.data(), x.data(), s.N, s.I, s.O, false, dtype(), stream);
@@ -231,22 +231,11 @@ TEST_P(CudaGemmTest, TheSameCallGivesTheSameBitsAgainAndInsideAGraph) {
   ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   ASSERT_EQ(multiply(first, first_bias), kKernelOk);
   ASSERT_EQ(multiply(again, again_bias), kKernelOk);
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t executable = nullptr;
-  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-  EXPECT_EQ(multiply(recorded, recorded_bias), kKernelOk);
-  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-  ASSERT_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
-  ASSERT_EQ(cudaGraphLaunch(executable, stream), cudaSuccess);
-  ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+  RecordedGraph(stream, [&] { EXPECT_EQ(multiply(recorded, recorded_bias), kKernelOk); }).run();
   expect_same_bits(again.array(DType::kF32), first.array(DType::kF32), "dw, second call");
   expect_same_bits(recorded.array(DType::kF32), first.array(DType::kF32), "dw, in a graph");
   expect_same_bits(again_bias.array(DType::kF32), first_bias.array(DType::kF32), "dbias, second call");
   expect_same_bits(recorded_bias.array(DType::kF32), first_bias.array(DType::kF32), "dbias, in a graph");
-  cudaGraphExecDestroy(executable);
-  cudaGraphDestroy(graph);
-  cuda::release_library_stream(stream);
-  cudaStreamDestroy(stream);
 }
 
 TEST_P(CudaGemmTest, SizesBelowOneAreRefused) {

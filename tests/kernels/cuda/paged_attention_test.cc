@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "tests/kernels/cuda/device_array.h"
+#include "tests/kernels/cuda/recorded_graph.h"
 #include "tests/kernels/paged_problem.h"
 
 namespace kintsugi::kernels {
@@ -122,25 +123,18 @@ TEST_P(CudaPagedAttentionTest, ASequenceHasTheSameBitsAloneAndAmongSixteen) {
 TEST_P(CudaPagedAttentionTest, ARecordedLaunchServesEveryLength) {
   PagedProblem p({900, 900}, 4, 2, 128, 16, GetParam(), rng_, 8);
   DeviceProblem device(p);
-  cudaStream_t stream;
-  ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
-  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-  EXPECT_EQ(device.launch(stream), kKernelOk);
-  EXPECT_EQ(device.launch(stream), kKernelOk);
-  cudaGraph_t graph;
-  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-  cudaGraphExec_t exec;
-  ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+  const TestStream stream;
+  const RecordedGraph graph(stream, [&] {
+    EXPECT_EQ(device.launch(stream), kKernelOk);
+    EXPECT_EQ(device.launch(stream), kKernelOk);
+  });
   for (const int32_t length : {1, 64, 65, 500, 900}) {
     p.lens = {length, 900 - length};
     device.lens.upload(p.lens.data(), 8);
-    ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+    ASSERT_NO_FATAL_FAILURE(graph.run());
     expect_close(device.result(), p.decode(reference::paged_attention()), device.tolerance(),
                  2 * unit_roundoff(GetParam()), "length " + std::to_string(length));
   }
-  cudaGraphExecDestroy(exec);
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
 }
 
 TEST_P(CudaPagedAttentionTest, WriteKvScattersRowsAndSkipsNegativeSlots) {
