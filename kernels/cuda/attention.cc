@@ -92,8 +92,8 @@ KernelError write_document_mask(void* mask, const AttentionShape& shape, DType d
 
 KernelError prepare(const AttentionShape& shape, DType dtype, bool with_backward) {
   if (!valid(shape)) return cudaErrorInvalidValue;
-  if (shape.B == 0 || shape.T == 0 || !cudnn_may_serve(shape, dtype)) return kKernelOk;
-  if (hopper_attention_applies(shape, dtype)) return kKernelOk;
+  if (shape.B == 0 || shape.T == 0) return kKernelOk;
+  if (hopper_attention_applies(shape, dtype) || !cudnn_may_serve(shape, dtype)) return kKernelOk;
   using enum AttentionPass;
   for (const AttentionPass pass : {with_backward ? kForwardWithLse : kForward, kBackward}) {
     if (pass == kBackward && !with_backward) break;

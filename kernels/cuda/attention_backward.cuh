@@ -2,8 +2,7 @@
 // tensor cores' and whose results leave once, rounded once. Internal to kernels/cuda.
 //   s = scale q k^T   p = exp(s - lse)   dp = d_o v^T   delta = sum over a row of d_o o   ds = p (dp - delta)
 //   queries:  dq = scale ds k         for each query's row over all keys up to it; computes delta on the way
-//   keys:     dv = p^T d_o, dk = scale ds^T q   for each key's row over all queries from it on, of all heads of its
-//   group
+//   keys:     dv = p^T d_o, dk = scale ds^T q   for each key's row over all queries of its group's heads from it on
 // Both compute s and dp: seven products where one kernel for all would do with five, but such a kernel adds parts of dq
 // up in memory, in fp32, which takes longer than two products, and in an order that varies.
 // Formulas: Dao, FlashAttention-2 (arXiv:2307.08691), section 3.
@@ -114,6 +113,18 @@ __device__ inline void query_block(const AttentionBlock<S>& at, StepRing<S>& rin
   copy_out<1>({&t.dq}, {at.result(group, 0)}, work.head * 64, row, work.batch, group);
 }
 
+// use(e, facts) for this thread's elements e and e + 1 of s, whose columns are a pair of queries.
+template <class Use>
+__device__ inline void for_pairs(uint32_t facts, Use use) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    float4 f;
+    hopper::load_shared(f, facts + j * 64);
+#pragma unroll
+    for (int r = 0; r < 4; r += 2) use(4 * j + r, f);
+  }
+}
+
 // A warpgroup of the keys' kernel: one block's dk and dv.
 template <class S>
 __device__ inline void key_block(const AttentionBlock<S>& at, StepRing<S>& ring, const AttentionOperands& t,
@@ -135,33 +146,20 @@ __device__ inline void key_block(const AttentionBlock<S>& at, StepRing<S>& ring,
   const auto multiply = [&](bool accumulate) {
     const uint32_t stage = ring.cursor.stage, facts = at.step_facts(stage) + lane % 4 * 16;
     if (in_head == 0) hide_earlier_queries(s);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      float4 f;
-      load_shared(f, facts + j * 64);
-#pragma unroll
-      for (int r = 0; r < 4; r += 2) {
-        s[4 * j + r] = fast_exp2(fmaf(s[4 * j + r], scale_log2, f.x));
-        s[4 * j + r + 1] = fast_exp2(fmaf(s[4 * j + r + 1], scale_log2, f.y));
-        p[j / 2][j % 2 * 2 + r / 2] = bf16_pair(s[4 * j + r], s[4 * j + r + 1]);
-      }
-    }
+    for_pairs(facts, [&](int e, const float4& f) {
+      s[e] = fast_exp2(fmaf(s[e], scale_log2, f.x));
+      s[e + 1] = fast_exp2(fmaf(s[e + 1], scale_log2, f.y));
+      p[e / 8][e / 2 % 4] = bf16_pair(s[e], s[e + 1]);
+    });
     pin(dv);
     begin_products();
     multiply_tile<1>(dv, p, at.y(stage), accumulate);
     commit_products();
     wait_products<1>();
     pin(dp);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      float4 f;
-      load_shared(f, facts + j * 64);
-#pragma unroll
-      for (int r = 0; r < 4; r += 2) {
-        ds[j / 2][j % 2 * 2 + r / 2] =
-            bf16_pair(s[4 * j + r] * (dp[4 * j + r] - f.z), s[4 * j + r + 1] * (dp[4 * j + r + 1] - f.w));
-      }
-    }
+    for_pairs(facts, [&](int e, const float4& f) {
+      ds[e / 8][e / 2 % 4] = bf16_pair(s[e] * (dp[e] - f.z), s[e + 1] * (dp[e + 1] - f.w));
+    });
     pin(dk);
     begin_products();
     multiply_tile<1>(dk, ds, at.x(stage), accumulate);

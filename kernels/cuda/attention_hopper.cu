@@ -78,33 +78,36 @@ KernelError launch(const AttentionOperands& operands, int64_t heads, cudaStream_
   return launch_error();
 }
 
-AttentionOperands operands_of(const AttentionShape& s, void* counters) {
-  AttentionOperands t{};
-  t.next = static_cast<int32_t*>(counters);
-  t.positions = s.positions;
-  t.cos_sin = s.cos_sin;
-  t.B = static_cast<int32_t>(s.B);
-  t.T = static_cast<int32_t>(s.T);
-  t.H = static_cast<int32_t>(s.H);
-  t.K = static_cast<int32_t>(s.K);
-  t.blocks = static_cast<int32_t>(blocks_of(s));
-  t.scale = s.scale;
-  return t;
-}
-
-// Maps of arrays of a shape's heads.
-class HeadMaps {
- public:
-  explicit HeadMaps(const AttentionShape& shape) : s_(shape) {}
-  KernelError error() const { return maps_.error(); }
-  void make(CUtensorMap* map, const void* data, int64_t heads, int64_t stride) {
-    maps_.make(map, data, CU_TENSOR_MAP_SWIZZLE_128B,
-               {{heads * kHeadSize, 1, kHeadSize}, {s_.T, stride, kBlock}, {s_.B, s_.T * stride, 1}});
+// What a kernel is given, put together array by array.
+struct AttentionCall {
+  AttentionCall(const AttentionShape& shape, void* counters) : s(shape) {
+    t.next = static_cast<int32_t*>(counters);
+    t.positions = s.positions;
+    t.cos_sin = s.cos_sin;
+    t.T = static_cast<int32_t>(s.T);
+    t.H = static_cast<int32_t>(s.H);
+    t.K = static_cast<int32_t>(s.K);
+    t.blocks = static_cast<int32_t>(blocks_of(s));
+    t.scale = s.scale;
+  }
+  void map(CUtensorMap* to, const void* data, int64_t heads, int64_t stride) {
+    maps.make(to, data, CU_TENSOR_MAP_SWIZZLE_128B,
+              {{heads * kHeadSize, 1, kHeadSize}, {s.T, stride, kBlock}, {s.B, s.T * stride, 1}});
+  }
+  void map_forward(const void* q, const void* k, const void* v, const void* o) {
+    map(&t.q, q, s.H, s.q_stride);
+    map(&t.k, k, s.K, s.k_stride);
+    map(&t.v, v, s.K, s.v_stride);
+    map(&t.o, o, s.H, s.o_stride);
+  }
+  // In front of the first launch, when all is mapped.
+  KernelError begin(cudaStream_t stream) const {
+    return maps.error() != kKernelOk ? maps.error() : cudaMemsetAsync(t.next, 0, 2 * sizeof(int32_t), stream);
   }
 
- private:
-  const AttentionShape& s_;
-  Maps maps_;
+  const AttentionShape& s;
+  AttentionOperands t{};
+  Maps maps;
 };
 
 }  // namespace
@@ -119,19 +122,12 @@ KernelError hopper_attention_forward(void* o, float* lse, const void* q, const v
                                      const AttentionShape& s, StreamHandle stream) {
   void* counters = nullptr;
   if (const KernelError error = stream_scratch(&counters, stream); error != kKernelOk) return error;
-  AttentionOperands t = operands_of(s, counters);
-  HeadMaps maps(s);
-  maps.make(&t.q, q, s.H, s.q_stride);
-  maps.make(&t.k, k, s.K, s.k_stride);
-  maps.make(&t.v, v, s.K, s.v_stride);
-  maps.make(&t.o, o, s.H, s.o_stride);
-  if (maps.error() != kKernelOk) return maps.error();
-  t.lse = lse;
+  AttentionCall call(s, counters);
+  call.map_forward(q, k, v, o);
+  call.t.lse = lse;
   const cudaStream_t cuda_stream = stream_of(stream);
-  if (const cudaError_t error = cudaMemsetAsync(t.next, 0, 2 * sizeof(int32_t), cuda_stream); error != cudaSuccess) {
-    return error;
-  }
-  return launch<Forward>(t, s.B * s.H, cuda_stream);
+  if (const KernelError error = call.begin(cuda_stream); error != kKernelOk) return error;
+  return launch<Forward>(call.t, s.B * s.H, cuda_stream);
 }
 
 int64_t hopper_attention_workspace_bytes(const AttentionShape& s) {
@@ -141,25 +137,18 @@ int64_t hopper_attention_workspace_bytes(const AttentionShape& s) {
 KernelError hopper_attention_backward(void* dq, void* dk, void* dv, const void* d_o, const void* o, const float* lse,
                                       const void* q, const void* k, const void* v, const AttentionShape& s,
                                       void* workspace, StreamHandle stream) {
-  AttentionOperands t = operands_of(s, workspace);
-  HeadMaps maps(s);
-  maps.make(&t.q, q, s.H, s.q_stride);
-  maps.make(&t.k, k, s.K, s.k_stride);
-  maps.make(&t.v, v, s.K, s.v_stride);
-  maps.make(&t.o, o, s.H, s.o_stride);
-  maps.make(&t.d_o, d_o, s.H, s.o_stride);
-  maps.make(&t.dq, dq, s.H, s.q_stride);
-  maps.make(&t.dk, dk, s.K, s.k_stride);
-  maps.make(&t.dv, dv, s.K, s.v_stride);
-  if (maps.error() != kKernelOk) return maps.error();
-  t.lse = const_cast<float*>(lse);
-  t.row_facts = reinterpret_cast<float*>(static_cast<char*>(workspace) + kCounterBytes);
+  AttentionCall call(s, workspace);
+  call.map_forward(q, k, v, o);
+  call.map(&call.t.d_o, d_o, s.H, s.o_stride);
+  call.map(&call.t.dq, dq, s.H, s.q_stride);
+  call.map(&call.t.dk, dk, s.K, s.k_stride);
+  call.map(&call.t.dv, dv, s.K, s.v_stride);
+  call.t.lse = const_cast<float*>(lse);
+  call.t.row_facts = reinterpret_cast<float*>(static_cast<char*>(workspace) + kCounterBytes);
   const cudaStream_t cuda_stream = stream_of(stream);
-  if (const cudaError_t error = cudaMemsetAsync(t.next, 0, 2 * sizeof(int32_t), cuda_stream); error != cudaSuccess) {
-    return error;
-  }
-  if (const KernelError error = launch<Queries>(t, s.B * s.H, cuda_stream); error != kKernelOk) return error;
-  return launch<Keys>(t, s.B * s.K, cuda_stream);
+  if (const KernelError error = call.begin(cuda_stream); error != kKernelOk) return error;
+  if (const KernelError error = launch<Queries>(call.t, s.B * s.H, cuda_stream); error != kKernelOk) return error;
+  return launch<Keys>(call.t, s.B * s.K, cuda_stream);
 }
 
 }  // namespace kintsugi::kernels::cuda

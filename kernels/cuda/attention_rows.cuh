@@ -6,8 +6,6 @@
 
 namespace kintsugi::kernels::cuda {
 
-inline constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-
 using LeftOperand = uint32_t[4][4];  // 64 rows and columns of bf16, by 16 columns
 
 __device__ inline void load_left(LeftOperand& a, uint32_t tile) {

@@ -21,7 +21,7 @@ struct AttentionOperands {
   const int32_t* positions;  // (B T); unused without cos_sin
   const float* cos_sin;      // (positions, 64): cosines, then sines; null: nothing is turned back
   int32_t* next;             // of each kernel: how many of its items are taken; zero in front of the first
-  int32_t B, T, H, K;
+  int32_t T, H, K;
   int32_t blocks;  // of 64 tokens in a sequence
   float scale;
 };

@@ -14,15 +14,12 @@
 namespace kintsugi::kernels::cuda {
 namespace {
 
-constexpr float kLog2E = 1.44269504088896340736f;
-constexpr float kLn2 = 0.69314718055994530942f;
-
 // e^x. Gradients in bf16 cannot show the difference of the faster way, whose argument is rounded once more; those in
 // fp32 are trained from until rounding errors have grown a thousandfold.
 template <class T>
 __device__ inline float exp_of(float x) {
   if constexpr (std::is_same_v<T, float>) return expf(x);
-  return fast_exp2(x * kLog2E);
+  return fast_exp2(x * kLog2e);
 }
 
 // sum = the sum of e^(v - max) over values seen, logits of type T. Starts below every finite number, so that -inf
@@ -86,7 +83,7 @@ struct RowGradient {
     logits.get(v);
 #pragma unroll
     for (int e = 0; e < kVec; ++e) {
-      v[e] = kExact ? expf(v[e] - max) * scale : fast_exp2(fmaf(v[e] - max, kLog2E, -scale));
+      v[e] = kExact ? expf(v[e] - max) * scale : fast_exp2(fmaf(v[e] - max, kLog2e, -scale));
     }
     if (target >= c && target < c + kVec) {
 #pragma unroll

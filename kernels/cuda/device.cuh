@@ -63,6 +63,7 @@ __device__ inline uint32_t bf16_pair(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+inline constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;  // e^x = 2^(x log2(e))
 // 2^x by the hardware; what is denormal counts as 0.
 __device__ inline float fast_exp2(float x) {
   float y;

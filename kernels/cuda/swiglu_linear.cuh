@@ -39,7 +39,7 @@ __device__ inline void copy_pairs(const ProductBlock<S>& block, const SwigluMaps
 // a quotient that would be is 0 there, too.
 __device__ inline float fast_sigmoid(float a) {
   float quotient;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(quotient) : "f"(1.0f + fast_exp2(a * -1.4426950408889634f)));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(quotient) : "f"(1.0f + fast_exp2(a * -kLog2e)));
   return quotient;
 }
 
