@@ -144,6 +144,7 @@ Status TrainerImpl::build() {
     const int64_t heap_bytes = environment_.state_heap == nullptr ? 0 : environment_.state_heap->capacity_bytes();
     KTG_RETURN_IF_ERROR(
         check_device_memory(config_, environment_.world_size, *backend_, backend_->library_bytes() + heap_bytes));
+    begin_tuning();
   }
   tracer_ = create_tracer();
   state_layout_ =

@@ -92,7 +92,12 @@ class TrainerImpl final : public Trainer {
   Status build_device();
   // The matrix products' algorithms (trainer_tuning.cc): made or read when the process starts, and the same on all
   // ranks of a generation.
+  void begin_tuning();  // what takes longest, while the process goes on
   Status prepare_tuning(const runtime::Buffer& scratch);
+  bool chooses_tuning() const;
+  runtime::Backend::TunedWork tuned_work() const;
+  std::string tuning_cache_name() const;
+  std::string cached_tuning() const;
   Status share_tuning();
   Status adopt_tuning(const std::string& text);
   Result<VoteOutcome> device_step(int64_t step);

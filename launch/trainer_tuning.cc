@@ -31,6 +31,41 @@ std::string read_or_empty(const std::string& dir, const std::string& name) {
 
 }  // namespace
 
+bool TrainerImpl::chooses_tuning() const { return environment_.rank == 0 && !environment_.warm_up; }
+
+std::string TrainerImpl::tuning_cache_name() const {
+  const std::string name = backend_->tuning_name();
+  return !name.empty() && config_.training.tune_thoroughly ? "thorough-" + name : name;
+}
+
+std::string TrainerImpl::cached_tuning() const {
+  const std::string name = tuning_cache_name();
+  return name.empty() ? "" : read_or_empty(environment_.cache_dir, name);
+}
+
+runtime::Backend::TunedWork TrainerImpl::tuned_work() const {
+  const int64_t B = layout_.micro_batch, T = config_.training.seq_len;
+  runtime::Backend::TunedWork work{.layers = {}, .attention = {}, .thorough = config_.training.tune_thoroughly};
+  work.layers = runtime::linear_layers(config_.model, config_.dtype(), B * T,
+                                       !layout_.fixed_order() && layout_.num_micro_steps > 1);
+  if (config_.dtype() != kernels::DType::kBF16) return work;
+  kernels::AttentionShape shape = runtime::attention_shape(config_.model, config_.transformer_options(B * T), B, T);
+  static constexpr int32_t kNobodyReadsThis = 0;
+  if (config_.separates_documents()) {
+    shape.document_starts = &kNobodyReadsThis;
+    shape.document_mask = &kNobodyReadsThis;
+  }
+  work.attention.push_back(shape);
+  return work;
+}
+
+void TrainerImpl::begin_tuning() {
+  if (!config_.training.tune) return;
+  std::string known = read_tuning(environment_.out_dir);
+  if (known.empty() && chooses_tuning()) known = cached_tuning();
+  backend_->begin_tuning(tuned_work(), known);
+}
+
 Status TrainerImpl::prepare_tuning(const runtime::Buffer& scratch) {
   if (!config_.training.tune) return ok_status();
   tuning_ = read_tuning(environment_.out_dir);
@@ -40,19 +75,9 @@ Status TrainerImpl::prepare_tuning(const runtime::Buffer& scratch) {
     log().warn("{}: {}", kTuningFile, used.message());  // the run moved to another machine: rank 0 chooses anew
     tuning_.clear();
   }
-  if (environment_.rank != 0 || environment_.warm_up) return ok_status();
-  const bool thorough = config_.training.tune_thoroughly;
-  std::string name = backend_->tuning_name();
-  if (!name.empty() && thorough) name = "thorough-" + name;
-  const std::string cached = name.empty() ? "" : read_or_empty(environment_.cache_dir, name);
-  const int64_t B = layout_.micro_batch, T = config_.training.seq_len;
-  runtime::Backend::TunedWork work{.layers = {}, .attention = {}, .thorough = thorough};
-  work.layers = runtime::linear_layers(config_.model, config_.dtype(), B * T,
-                                       !layout_.fixed_order() && layout_.num_micro_steps > 1);
-  if (config_.dtype() == kernels::DType::kBF16) {
-    work.attention.push_back(runtime::attention_shape(config_.model, config_.transformer_options(B * T), B, T));
-  }
-  KTG_ASSIGN_OR_RETURN(tuning_, backend_->tune(work, cached, scratch, *stream_));
+  if (!chooses_tuning()) return ok_status();
+  const std::string name = tuning_cache_name(), cached = cached_tuning();
+  KTG_ASSIGN_OR_RETURN(tuning_, backend_->tune(tuned_work(), cached, scratch, *stream_));
   KTG_RETURN_IF_ERROR(backend_->use_tuning(tuning_));
   if (!environment_.out_dir.empty()) KTG_RETURN_IF_ERROR(write_whole(environment_.out_dir, kTuningFile, tuning_));
   if (!environment_.cache_dir.empty() && tuning_ != cached) {

@@ -31,6 +31,8 @@ Result<Buffer> Backend::register_host(void* data, int64_t size_bytes) { return B
 
 Result<std::unique_ptr<Event>> Backend::create_event() { return std::unique_ptr<Event>(new ReachedEvent()); }
 
+void Backend::begin_tuning(const TunedWork&, const std::string&) {}
+
 Result<std::string> Backend::tune(const TunedWork&, const std::string&, const Buffer&, Stream&) {
   return std::string();
 }

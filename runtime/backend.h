@@ -153,6 +153,10 @@ class Backend {
     std::vector<kernels::AttentionShape> attention;
     bool thorough = false;  // compare algorithms under a load that lasts, too: some 10 s
   };
+  // Returns at once: begins, on threads of its own, what tune() of the same arguments, or with the choice already made
+  // the first calls, would have to wait for. Of document_starts and document_mask of its shapes of attention only
+  // whether they are null matters, here as in tune().
+  virtual void begin_tuning(const TunedWork& work, const std::string& known);
   virtual Result<std::string> tune(const TunedWork& work, const std::string& known, const Buffer& scratch,
                                    Stream& stream);
   // kFailedPrecondition when the text was made on another kind of device or for another version of the library.

@@ -377,7 +377,7 @@ void print_attention_plans(Pool& pool, cudaStream_t stream) {
         }
       }
       for (const kernels::cuda::CudnnPlanTime& t : kernels::cuda::time_cudnn_attention_plans(
-               s, pass, /*all=*/true, operands, b.workspace, backward_workspace_bytes(s), stream)) {
+               s, pass, operands, b.workspace, backward_workspace_bytes(s), stream)) {
         std::printf("  %-9s %-20s %9.1f us %12lld bytes %s\n", m.name, name, t.microseconds,
                     static_cast<long long>(t.workspace_bytes), t.name.c_str());
       }

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "kernels/composed_attention.h"
 #include "kernels/cuda/attention_cudnn.h"
@@ -27,10 +28,6 @@ bool aligned(std::initializer_list<const void*> pointers) {
   return std::all_of(pointers.begin(), pointers.end(),
                      [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; });
 }
-bool cudnn_may_serve(const AttentionShape& s, DType dtype) {
-  return (s.document_starts == nullptr || s.document_mask != nullptr) && dtype == DType::kBF16 && s.D % 8 == 0 &&
-         s.q_stride % 8 == 0 && s.k_stride % 8 == 0 && s.v_stride % 8 == 0 && s.o_stride % 8 == 0;
-}
 
 KernelError forward(void* o, float* lse, const void* q, const void* k, const void* v, const AttentionShape& shape,
                     DType dtype, StreamHandle stream) {
@@ -39,7 +36,8 @@ KernelError forward(void* o, float* lse, const void* q, const void* k, const voi
   if (hopper_attention_applies(shape, dtype) && aligned({o, q, k, v})) {
     return hopper_attention_forward(o, lse, q, k, v, shape, stream);
   }
-  if (cudnn_may_serve(shape, dtype) && aligned({o, q, k, v})) {
+  const AttentionPass pass = lse != nullptr ? AttentionPass::kForwardWithLse : AttentionPass::kForward;
+  if (cudnn_serves(shape, pass, dtype) && aligned({o, q, k, v})) {
     const KernelError error = cudnn_attention_forward(o, lse, q, k, v, shape, stream);
     if (error != kNotSupported) return error;
   }
@@ -49,7 +47,7 @@ KernelError forward(void* o, float* lse, const void* q, const void* k, const voi
 KernelError turned_gradients(void* dq, void* dk, void* dv, const void* d_o, const void* o, const float* lse,
                              const void* q, const void* k, const void* v, const AttentionShape& shape, void* workspace,
                              DType dtype, StreamHandle stream) {
-  if (cudnn_may_serve(shape, dtype) && aligned({dq, dk, dv, d_o, o, q, k, v, workspace})) {
+  if (cudnn_serves(shape, AttentionPass::kBackward, dtype) && aligned({dq, dk, dv, d_o, o, q, k, v, workspace})) {
     const KernelError error = cudnn_attention_backward(dq, dk, dv, d_o, o, lse, q, k, v, shape, workspace, stream);
     if (error != kNotSupported) return error;
   }
@@ -72,16 +70,20 @@ int64_t backward_workspace_bytes(const AttentionShape& shape, DType dtype) {
   int64_t faster = 0;
   if (hopper_attention_applies(shape, dtype)) {
     faster = hopper_attention_workspace_bytes(shape);
-  } else if (cudnn_may_serve(shape, dtype)) {
+  } else if (cudnn_serves(shape, AttentionPass::kBackward, dtype)) {
     faster = cudnn_attention_workspace_bound(shape);
   }
   return std::max(plain_attention_workspace_bytes(shape), faster);
 }
 
 int64_t document_mask_bytes(const AttentionShape& shape, DType dtype) {
-  AttentionShape one = shape;
-  one.document_starts = nullptr;
-  return cudnn_may_serve(one, dtype) ? cudnn_document_mask_bytes(shape) : 0;
+  // Of a shape with documents, whether or not there are some already.
+  static constexpr int32_t kNobodyReadsThis = 0;
+  AttentionShape packed = shape;
+  packed.document_starts = &kNobodyReadsThis;
+  packed.document_mask = &kNobodyReadsThis;
+  const bool served = cudnn_serves(packed, AttentionPass::kForwardWithLse, dtype);
+  return served ? cudnn_document_mask_bytes(shape) : 0;
 }
 
 KernelError write_document_mask(void* mask, const AttentionShape& shape, DType dtype, StreamHandle stream) {
@@ -93,10 +95,12 @@ KernelError write_document_mask(void* mask, const AttentionShape& shape, DType d
 KernelError prepare(const AttentionShape& shape, DType dtype, bool with_backward) {
   if (!valid(shape)) return cudaErrorInvalidValue;
   if (shape.B == 0 || shape.T == 0) return kKernelOk;
-  if (hopper_attention_applies(shape, dtype) || !cudnn_may_serve(shape, dtype)) return kKernelOk;
   using enum AttentionPass;
-  for (const AttentionPass pass : {with_backward ? kForwardWithLse : kForward, kBackward}) {
-    if (pass == kBackward && !with_backward) break;
+  std::vector<AttentionPass> passes = {with_backward ? kForwardWithLse : kForward};
+  if (with_backward) passes.push_back(kBackward);
+  std::erase_if(passes, [&](AttentionPass pass) { return !cudnn_serves(shape, pass, dtype); });
+  for (const AttentionPass pass : passes) begin_cudnn_attention(shape, pass, /*compared=*/false);
+  for (const AttentionPass pass : passes) {
     const KernelError error = cudnn_attention_prepare(shape, pass);
     if (error != kKernelOk && error != kNotSupported) return error;
   }
@@ -107,7 +111,8 @@ std::string library_text(const AttentionShape& shape, DType dtype) {
   if (hopper_attention_applies(shape, dtype)) return "our own";
   if (dtype != DType::kBF16) return "plain (cuDNN serves bf16 only)";
   if (shape.document_starts != nullptr && shape.document_mask == nullptr) return "plain (documents without a mask)";
-  if (!cudnn_may_serve(shape, dtype)) return "plain (cuDNN wants head sizes and strides that are multiples of 8)";
+  if (!cudnn_serves(shape, AttentionPass::kForward, dtype))
+    return "plain (cuDNN wants head sizes and strides that are multiples of 8)";
   std::string text = cudnn_version();
   for (const auto& [pass, name] : {std::pair{AttentionPass::kForwardWithLse, "forward"},
                                    {AttentionPass::kForward, "forward without lse"},
@@ -126,6 +131,12 @@ const char* library(const AttentionShape& shape, DType dtype) {
 }
 
 }  // namespace
+
+bool cudnn_serves(const AttentionShape& s, AttentionPass, DType dtype) {
+  if (hopper_attention_applies(s, dtype)) return false;
+  return (s.document_starts == nullptr || s.document_mask != nullptr) && dtype == DType::kBF16 && s.D % 8 == 0 &&
+         s.q_stride % 8 == 0 && s.k_stride % 8 == 0 && s.v_stride % 8 == 0 && s.o_stride % 8 == 0;
+}
 
 const AttentionKernels& attention() {
   static constexpr AttentionKernels kTable{

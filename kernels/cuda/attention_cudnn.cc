@@ -1,32 +1,21 @@
-// The only file that includes cudnn_frontend: half a minute of compiler time.
 #include "kernels/cuda/attention_cudnn.h"
 
-#include <cudnn_frontend.h>
-
 #include <algorithm>
-#include <exception>
 #include <map>
-#include <memory>
 #include <mutex>
+#include <optional>
+#include <stdexcept>
 #include <tuple>
 
 #include "kernels/cuda/attention_documents.h"
-#include "kernels/cuda/attention_hopper.h"
+#include "kernels/cuda/attention_graph.h"
+#include "kernels/cuda/background_builds.h"
 #include "kernels/cuda/gemm_kernels.h"
 #include "kernels/cuda/gemm_tuning.h"
 #include "kernels/cuda/library_handles.h"
 
 namespace kintsugi::kernels::cuda {
 namespace {
-
-namespace fe = cudnn_frontend;
-using fe::graph::Graph;
-using fe::graph::SDPA_attributes;
-using fe::graph::SDPA_backward_attributes;
-using fe::graph::Tensor_attributes;
-
-// Names of a graph's tensors. Execution takes pointers in this order, those that the graph has.
-enum Uid : int64_t { kQ = 1, kK, kV, kO, kLse, kGradO, kGradQ, kGradK, kGradV, kMask };
 
 // AttentionShape with an order, and nothing that the pass does not depend on.
 using Key = std::tuple<AttentionPass, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
@@ -65,16 +54,29 @@ AttentionProblem problem_of(const Key& key) {
           o_stride};
 }
 
-struct Plan {
-  std::unique_ptr<Graph> graph;  // null: why_not
-  int64_t workspace_bytes = -1;
+// A pass of a shape, and the graph that serves it where why_not is empty.
+struct Built {
+  std::unique_ptr<AttentionGraph> graph;  // null: the library has none
   std::string why_not;
+  int64_t workspace_limit = 0;
+  bool compared = false;  // all plans that tune_attention() compares were built
+
+  bool serves() const { return why_not.empty(); }
+  // After the graph was made, and after another of its plans was chosen.
+  void check_workspace() {
+    if (graph == nullptr) return;
+    const int64_t bytes = graph->chosen().workspace_bytes;
+    why_not = bytes <= workspace_limit ? ""
+                                       : "cuDNN wants " + std::to_string(bytes) + " bytes of workspace, planned " +
+                                             std::to_string(workspace_limit);
+  }
 };
 
 struct Cudnn {
-  std::mutex mutex;  // of everything below, and of the handle while it is set to a stream
-  cudnnHandle_t handle = nullptr;
-  std::map<Key, Plan> plans;
+  std::mutex mutex;    // of everything below, and of the handles while they are set to a stream; no build takes it
+  CudnnHandle handle;  // of what is built by whoever needs it
+  std::map<Key, Built> passes;
+  BackgroundBuilds<Key, Built> begun;
   AttentionTable chosen;
 };
 
@@ -83,313 +85,219 @@ Cudnn& cudnn() {
   return instance;
 }
 
-std::shared_ptr<Tensor_attributes> tensor(Graph& graph, const char* name, Uid uid, const AttentionShape& s,
-                                          int64_t heads, int64_t stride) {
-  return graph.tensor(Tensor_attributes()
-                          .set_name(name)
-                          .set_uid(uid)
-                          .set_dim({s.B, heads, s.T, s.D})
-                          .set_stride({s.T * stride, s.D, stride, 1}));
-}
-
-void describe_output(Tensor_attributes& t, Uid uid, const AttentionShape& s, int64_t heads, int64_t stride) {
-  t.set_output(true).set_uid(uid).set_dim({s.B, heads, s.T, s.D}).set_stride({s.T * stride, s.D, stride, 1});
-}
-
-void describe_lse(Tensor_attributes& t, const AttentionShape& s) {
-  t.set_uid(kLse).set_dim({s.B, s.H, s.T, 1}).set_stride({s.H * s.T, s.T, 1, 1}).set_data_type(fe::DataType_t::FLOAT);
-}
-
-// Added to the scaled scores of all heads; null: nothing is.
-std::shared_ptr<Tensor_attributes> mask_tensor(Graph& graph, const AttentionShape& s) {
-  if (s.document_mask == nullptr) return nullptr;
-  const int64_t stride = document_mask_stride(s.T);
-  return graph.tensor(Tensor_attributes()
-                          .set_name("documents")
-                          .set_uid(kMask)
-                          .set_dim({s.B, 1, s.T, s.T})
-                          .set_stride({s.T * stride, s.T * stride, stride, 1}));
-}
-
-void add_forward(Graph& graph, const AttentionShape& s, bool with_lse) {
-  const auto q = tensor(graph, "q", kQ, s, s.H, s.q_stride), k = tensor(graph, "k", kK, s, s.K, s.k_stride),
-             v = tensor(graph, "v", kV, s, s.K, s.v_stride);
-  SDPA_attributes attributes;
-  attributes.set_name("attention")
-      .set_generate_stats(with_lse)
-      .set_attn_scale(s.scale)
-      .set_diagonal_alignment(fe::DiagonalAlignment_t::TOP_LEFT)
-      .set_diagonal_band_right_bound(0);
-  if (const auto mask = mask_tensor(graph, s)) attributes.set_bias(mask);
-  const auto [o, lse] = graph.sdpa(q, k, v, attributes);
-  describe_output(*o, kO, s, s.H, s.o_stride);
-  if (!with_lse) return;
-  describe_lse(*lse, s);
-  lse->set_output(true);
-}
-
-void add_backward(Graph& graph, const AttentionShape& s) {
-  const auto q = tensor(graph, "q", kQ, s, s.H, s.q_stride), k = tensor(graph, "k", kK, s, s.K, s.k_stride),
-             v = tensor(graph, "v", kV, s, s.K, s.v_stride), o = tensor(graph, "o", kO, s, s.H, s.o_stride),
-             d_o = tensor(graph, "do", kGradO, s, s.H, s.o_stride);
-  Tensor_attributes lse_attributes;
-  lse_attributes.set_name("lse");
-  describe_lse(lse_attributes, s);
-  const auto lse = graph.tensor(lse_attributes);
-  SDPA_backward_attributes attributes;
-  attributes.set_name("attention_backward")
-      .set_attn_scale(s.scale)
-      .set_diagonal_alignment(fe::DiagonalAlignment_t::TOP_LEFT)
-      .set_diagonal_band_right_bound(0)
-      .set_deterministic_algorithm(s.deterministic);
-  if (const auto mask = mask_tensor(graph, s)) attributes.set_bias(mask);
-  const auto [dq, dk, dv] = graph.sdpa_backward(q, k, v, o, d_o, lse, attributes);
-  describe_output(*dq, kGradQ, s, s.H, s.q_stride);
-  describe_output(*dk, kGradK, s, s.K, s.k_stride);
-  describe_output(*dv, kGradV, s, s.K, s.v_stride);
-}
-
-std::vector<int64_t> expected_uids(const AttentionShape& s, AttentionPass pass) {
-  std::vector<int64_t> uids = {kQ, kK, kV, kO};
-  if (pass != AttentionPass::kForward) uids.push_back(kLse);
-  if (pass == AttentionPass::kBackward) uids.insert(uids.end(), {kGradO, kGradQ, kGradK, kGradV});
-  if (s.document_mask != nullptr) uids.push_back(kMask);
-  return uids;
-}
-
-std::unique_ptr<Graph> describe_graph(const AttentionShape& s, AttentionPass pass) {
-  auto graph = std::make_unique<Graph>();
-  graph->set_io_data_type(fe::DataType_t::BFLOAT16)
-      .set_intermediate_data_type(fe::DataType_t::FLOAT)
-      .set_compute_data_type(fe::DataType_t::FLOAT);
-  if (pass == AttentionPass::kBackward) {
-    add_backward(*graph, s);
-  } else {
-    add_forward(*graph, s, pass == AttentionPass::kForwardWithLse);
-  }
-  return graph;
-}
-
-fe::error_t list_plans(Graph& graph, const std::vector<fe::HeurMode_t>& modes, cudnnHandle_t handle) {
-  if (fe::error_t error = graph.validate(); error.is_bad()) return error;
-  if (fe::error_t error = graph.build_operation_graph(handle); error.is_bad()) return error;
-  if (fe::error_t error = graph.create_execution_plans(modes); error.is_bad()) return error;
-  return graph.check_support();
-}
-
-// With the plan of the name `chosen`; where there is none, with the first that the library proposes and can build.
-fe::error_t build_plan(Graph& graph, const std::string& chosen, cudnnHandle_t handle) {
-  if (fe::error_t error = list_plans(graph, {fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK}, handle); error.is_bad()) {
-    return error;
-  }
-  for (int64_t i = 0; i < graph.get_execution_plan_count() && !chosen.empty(); ++i) {
-    std::string name;
-    if (graph.get_plan_name_at_index(i, name).is_good() && name == chosen && graph.build_plan_at_index(i).is_good()) {
-      break;
-    }
-  }
-  // Where a plan has been built this builds no other, and makes the graph ready all the same.
-  return graph.build_plans(fe::BuildPlanPolicy_t::HEURISTICS_CHOICE);
-}
-
 int64_t workspace_limit(const AttentionShape& s, AttentionPass pass) {
   return pass == AttentionPass::kBackward ? cudnn_attention_workspace_bound(s) : stream_scratch_bytes();
 }
 
-// Why the plan is of no use, or empty.
-std::string build_graph(Plan& plan, const AttentionShape& s, AttentionPass pass, const std::string& chosen,
-                        cudnnHandle_t handle) {
-  auto graph = describe_graph(s, pass);
-  if (fe::error_t error = build_plan(*graph, chosen, handle); error.is_bad()) return "cuDNN: " + error.get_message();
-  int64_t bytes = 0;
-  if (fe::error_t error = graph->get_workspace_size(bytes); error.is_bad()) {
-    return "cuDNN's workspace size: " + error.get_message();
-  }
-  const int64_t limit = workspace_limit(s, pass);
-  plan.workspace_bytes = bytes;
-  if (bytes > limit)
-    return "cuDNN wants " + std::to_string(bytes) + " bytes of workspace, planned " + std::to_string(limit);
-  if (graph->get_variant_pack_uids_sorted() != expected_uids(s, pass))
-    return "cuDNN's graph has other tensors than expected";
-  plan.graph = std::move(graph);
-  return "";
+// The name of the pass's plan; empty where the library decides. Plans were timed without a mask.
+std::string chosen_plan(const AttentionTable& table, const Key& key) {
+  const bool masked = std::get<std::tuple_size_v<Key> - 1>(key);
+  if (masked) return "";
+  const TunedAttention* const entry = table.find(problem_of(key));
+  return entry == nullptr ? "" : entry->plan;
+}
+
+Built build(const AttentionShape& s, AttentionPass pass, WantedPlans wanted, const std::string& name,
+            CudnnHandle handle) {
+  Built built;
+  built.graph = AttentionGraph::build(s, pass, wanted, name, std::move(handle), &built.why_not);
+  built.workspace_limit = workspace_limit(s, pass);
+  built.compared = wanted == WantedPlans::kOfOneEngine;
+  built.check_workspace();
+  return built;
+}
+
+// False where the plan is not among those that were built.
+bool take_plan(Built& built, const std::string& name) {
+  if (name.empty() || built.graph == nullptr) return true;
+  if (!built.graph->choose(name)) return false;
+  built.check_workspace();
+  return true;
 }
 
 // Prompts come in any length, and each has a plan of its own: beyond so many all of inference's are forgotten.
 constexpr int kMostForwardPlans = 256;
-void make_room(std::map<Key, Plan>& plans, AttentionPass pass) {
+void make_room(std::map<Key, Built>& passes, AttentionPass pass) {
   if (pass != AttentionPass::kForward) return;
   const auto is_forward = [](const auto& entry) { return std::get<0>(entry.first) == AttentionPass::kForward; };
-  if (std::count_if(plans.begin(), plans.end(), is_forward) >= kMostForwardPlans) std::erase_if(plans, is_forward);
+  if (std::count_if(passes.begin(), passes.end(), is_forward) >= kMostForwardPlans) std::erase_if(passes, is_forward);
 }
 
 KernelError make_handle(Cudnn& c) {
   if (cublaslt_handle() == nullptr) return kNotInitialized;
   if (c.handle != nullptr) return kKernelOk;
-  const cudnnStatus_t status = cudnnCreate(&c.handle);
+  cudnnStatus_t status = CUDNN_STATUS_SUCCESS;
+  c.handle = make_cudnn_handle(&status);
   if (status == CUDNN_STATUS_SUCCESS) return kKernelOk;
-  c.handle = nullptr;
   set_cudnn_error_text(cudnnGetErrorString(status));
   return kCudnnErrors + static_cast<KernelError>(status);
 }
 
-// The plan of the shape, built at the first call; null with an error when there is no handle. The mutex is held.
-KernelError plan_of(Plan** plan, const AttentionShape& s, AttentionPass pass) {
+// What a thread has built for the pass; none where nothing was begun, or where the thread failed: then it is built
+// here, and the reason found again if there is one.
+std::optional<Built> built_on_thread(Cudnn& c, const Key& key) {
+  try {
+    return c.begun.take(key);
+  } catch (const std::exception&) {
+    return std::nullopt;
+  }
+}
+
+// The pass of the shape, built at the first call or waited for; null with an error when there is no handle. `compared`:
+// with all the plans that are compared. The mutex is held.
+KernelError find_pass(Built** found, const AttentionShape& s, AttentionPass pass, bool compared = false) {
   Cudnn& c = cudnn();
-  if (const auto at = c.plans.find(key_of(s, pass)); at != c.plans.end()) {
-    *plan = &at->second;
+  const Key key = key_of(s, pass);
+  const auto at = c.passes.find(key);
+  if (at != c.passes.end() && (!compared || at->second.compared)) {
+    *found = &at->second;
     return kKernelOk;
   }
-  if (const KernelError error = make_handle(c); error != kKernelOk) return error;
-  Plan built;
-  // Plans were timed without a mask.
-  const TunedAttention* chosen = s.document_mask != nullptr ? nullptr : c.chosen.find(problem_of(key_of(s, pass)));
-  try {
-    built.why_not = build_graph(built, s, pass, chosen == nullptr ? "" : chosen->plan, c.handle);
-  } catch (const std::exception& e) {
-    built.graph.reset();
-    built.why_not = std::string("cuDNN's frontend: ") + e.what();
+  const std::string name = chosen_plan(c.chosen, key);
+  std::optional<Built> built = built_on_thread(c, key);
+  if (built && (!take_plan(*built, name) || (compared && !built->compared))) built.reset();
+  if (!built) {
+    if (const KernelError error = make_handle(c); error != kKernelOk) return error;
+    built = build(s, pass, compared ? WantedPlans::kOfOneEngine : WantedPlans::kOne, name, c.handle);
   }
-  make_room(c.plans, pass);
-  *plan = &c.plans.insert_or_assign(key_of(s, pass), std::move(built)).first->second;
+  make_room(c.passes, pass);
+  *found = &c.passes.insert_or_assign(key, std::move(*built)).first->second;
   return kKernelOk;
 }
 
-struct Timing {
-  cudaStream_t stream;
-  cudaEvent_t begin, end;
-};
-
-// Milliseconds of one call; negative when it fails.
-float time_once(Graph& graph, int64_t index, cudnnHandle_t handle, std::vector<void*>& operands, void* workspace,
-                const Timing& timing) {
-  float ms = -1;
-  cudaEventRecord(timing.begin, timing.stream);
-  const bool ran =
-      graph.execute_plan_at_index(handle, operands.data(), static_cast<int>(operands.size()), workspace, index)
-          .is_good();
-  cudaEventRecord(timing.end, timing.stream);
-  const bool ended = cudaEventSynchronize(timing.end) == cudaSuccess;
-  return ran && ended && cudaEventElapsedTime(&ms, timing.begin, timing.end) == cudaSuccess ? ms : -1;
-}
-
-struct NamedPlan {
-  int64_t index;
-  std::string name;
-};
-// Those on the graph's list, none twice: all, or the ones of the first one's engine. Nothing is built for it.
-std::vector<NamedPlan> named_plans(Graph& graph, bool all) {
-  std::vector<NamedPlan> plans;
-  const auto engine_of = [](const std::string& name) { return name.substr(0, name.find('_')); };
-  for (int64_t i = 0; i < graph.get_execution_plan_count(); ++i) {
-    NamedPlan plan{i, ""};
-    if (graph.get_plan_name_at_index(i, plan.name).is_bad()) continue;
-    const auto same = [&](const NamedPlan& other) { return other.name == plan.name; };
-    if (std::any_of(plans.begin(), plans.end(), same)) continue;
-    if (all || plans.empty() || engine_of(plan.name) == engine_of(plans.front().name)) plans.push_back(plan);
+class Timing {
+ public:
+  explicit Timing(StreamHandle stream) : stream_(static_cast<cudaStream_t>(stream)) {
+    cudaEventCreate(&begin_);
+    cudaEventCreate(&end_);
   }
-  return plans;
-}
+  Timing(const Timing&) = delete;
+  Timing& operator=(const Timing&) = delete;
+  ~Timing() {
+    cudaEventDestroy(begin_);
+    cudaEventDestroy(end_);
+  }
 
-// The fastest of five calls of each plan.
-std::vector<CudnnPlanTime> time_plans(Graph& graph, const std::vector<NamedPlan>& plans, cudnnHandle_t handle,
-                                      std::vector<void*>& operands, void* workspace, int64_t workspace_bytes,
-                                      const Timing& timing) {
-  std::vector<CudnnPlanTime> times;
-  for (const auto& [i, name] : plans) {
-    CudnnPlanTime plan{name, 0, -1};
-    if (graph.build_plan_at_index(i).is_bad()) continue;
-    if (graph.get_workspace_size_plan_at_index(i, plan.workspace_bytes).is_bad()) continue;
-    bool runs = plan.workspace_bytes <= workspace_bytes;
+  // Microseconds of the graph's plan, the fastest of five calls; -1 when it fails or wants more workspace.
+  double time(AttentionGraph& graph, size_t plan, const std::vector<void*>& operands, void* workspace,
+              int64_t workspace_bytes) {
+    if (graph.plans()[plan].workspace_bytes > workspace_bytes) return -1;
+    graph.choose(plan);
     float best = 1e30f;
-    for (int repeat = 0; repeat < 5 && runs; ++repeat) {
-      const float ms = time_once(graph, i, handle, operands, workspace, timing);
-      runs = ms >= 0;
+    for (int repeat = 0; repeat < 5; ++repeat) {
+      float ms = 0;
+      cudaEventRecord(begin_, stream_);
+      const bool ran = graph.run(operands, workspace, stream_) == kKernelOk;
+      cudaEventRecord(end_, stream_);
+      if (!ran || cudaEventSynchronize(end_) != cudaSuccess) return -1;
+      if (cudaEventElapsedTime(&ms, begin_, end_) != cudaSuccess) return -1;
       best = std::min(best, ms);
     }
-    if (runs) plan.microseconds = 1000.0 * static_cast<double>(best);
-    times.push_back(plan);
+    return 1000.0 * static_cast<double>(best);
   }
-  return times;
+
+ private:
+  const cudaStream_t stream_;
+  cudaEvent_t begin_ = nullptr, end_ = nullptr;
+};
+
+// The fastest plan of the pass's graph is the chosen one then, and an entry of the table: an only one, too, so that
+// nobody waits for it to learn that.
+void choose_by_timing(AttentionTable* table, Built& built, const AttentionProblem& problem,
+                      const std::vector<void*>& operands, void* workspace, Timing& timing) {
+  if (built.graph == nullptr) return;
+  size_t fastest = 0;
+  double best_us = -1;
+  for (size_t i = 0; i < built.graph->plans().size(); ++i) {
+    const double us = timing.time(*built.graph, i, operands, workspace, built.workspace_limit);
+    if (us < 0 || (best_us >= 0 && us >= best_us)) continue;
+    fastest = i;
+    best_us = us;
+  }
+  built.graph->choose(fastest);
+  built.check_workspace();
+  if (best_us >= 0) table->put({problem, best_us, built.graph->chosen().name});
+}
+
+// Only q, k and v packed in one buffer are compared, and no documents.
+bool may_compare(const AttentionShape& s) {
+  const int64_t width = (s.H + 2 * s.K) * s.D;
+  return s.q_stride == width && s.k_stride == width && s.v_stride == width && s.document_starts == nullptr;
 }
 
 KernelError run(const AttentionShape& s, AttentionPass pass, std::initializer_list<const void*> operands,
                 void* workspace, StreamHandle stream) {
-  Cudnn& c = cudnn();
-  const std::lock_guard lock(c.mutex);
-  Plan* plan = nullptr;
-  if (const KernelError error = plan_of(&plan, s, pass); error != kKernelOk) return error;
-  if (plan->graph == nullptr) return kNotSupported;
-  if (const cudnnStatus_t status = cudnnSetStream(c.handle, static_cast<cudaStream_t>(stream));
-      status != CUDNN_STATUS_SUCCESS) {
-    set_cudnn_error_text(cudnnGetErrorString(status));
-    return kCudnnErrors + static_cast<KernelError>(status);
-  }
+  const std::lock_guard lock(cudnn().mutex);
+  Built* built = nullptr;
+  if (const KernelError error = find_pass(&built, s, pass); error != kKernelOk) return error;
+  if (!built->serves()) return kNotSupported;
   void* pointers[10];
-  int count = 0;
+  size_t count = 0;
   for (const void* p : operands) pointers[count++] = const_cast<void*>(p);
   if (s.document_mask != nullptr) pointers[count++] = const_cast<void*>(s.document_mask);
-  try {
-    fe::error_t error = plan->graph->execute(c.handle, pointers, count, workspace);
-    if (error.is_good()) return kKernelOk;
-    set_cudnn_error_text(error.get_message());
-    return kCudnnErrors + static_cast<KernelError>(error.get_code());
-  } catch (const std::exception& e) {
-    set_cudnn_error_text(e.what());
-    return kCudnnErrors;
-  }
+  return built->graph->run({pointers, count}, workspace, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace
 
+void begin_cudnn_attention(const AttentionShape& shape, AttentionPass pass, bool compared) {
+  Cudnn& c = cudnn();
+  const std::lock_guard lock(c.mutex);
+  const Key key = key_of(shape, pass);
+  int device = 0;
+  if (c.passes.contains(key) || cublaslt_handle() == nullptr || cudaGetDevice(&device) != cudaSuccess) return;
+  const std::string name = chosen_plan(c.chosen, key);
+  const bool all = compared && name.empty() && may_compare(shape);
+  c.begun.begin(key, [=] {
+    cudnnStatus_t status = CUDNN_STATUS_SUCCESS;
+    if (cudaSetDevice(device) != cudaSuccess) throw std::runtime_error("no device on this thread");
+    CudnnHandle handle = make_cudnn_handle(&status);
+    if (handle == nullptr) throw std::runtime_error(cudnnGetErrorString(status));
+    return build(shape, pass, all ? WantedPlans::kOfOneEngine : WantedPlans::kOne, name, std::move(handle));
+  });
+}
+
+void wait_for_cudnn_attention() {
+  const std::lock_guard lock(cudnn().mutex);
+  cudnn().begun.wait();
+}
+
 KernelError cudnn_attention_prepare(const AttentionShape& shape, AttentionPass pass) {
   const std::lock_guard lock(cudnn().mutex);
-  Plan* plan = nullptr;
-  if (const KernelError error = plan_of(&plan, shape, pass); error != kKernelOk) return error;
-  return plan->graph != nullptr ? kKernelOk : kNotSupported;
+  Built* built = nullptr;
+  if (const KernelError error = find_pass(&built, shape, pass); error != kKernelOk) return error;
+  return built->serves() ? kKernelOk : kNotSupported;
 }
 
 std::string cudnn_attention_why_not(const AttentionShape& shape, AttentionPass pass) {
   Cudnn& c = cudnn();
   const std::lock_guard lock(c.mutex);
-  const auto at = c.plans.find(key_of(shape, pass));
-  return at == c.plans.end() ? "" : at->second.why_not;
+  const auto at = c.passes.find(key_of(shape, pass));
+  return at == c.passes.end() ? "" : at->second.why_not;
 }
 
 int64_t cudnn_attention_scratch_bytes(const AttentionShape& shape, AttentionPass pass) {
   Cudnn& c = cudnn();
   const std::lock_guard lock(c.mutex);
-  const auto at = c.plans.find(key_of(shape, pass));
-  return at == c.plans.end() ? -1 : at->second.workspace_bytes;
+  const auto at = c.passes.find(key_of(shape, pass));
+  return at == c.passes.end() || at->second.graph == nullptr ? -1 : at->second.graph->chosen().workspace_bytes;
 }
 
-std::vector<CudnnPlanTime> time_cudnn_attention_plans(const AttentionShape& shape, AttentionPass pass, bool all,
+std::vector<CudnnPlanTime> time_cudnn_attention_plans(const AttentionShape& shape, AttentionPass pass,
                                                       std::vector<void*> operands, void* workspace,
                                                       int64_t workspace_bytes, StreamHandle stream) {
   Cudnn& c = cudnn();
   const std::lock_guard lock(c.mutex);
   if (make_handle(c) != kKernelOk) return {};
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  std::string why_not;
+  const auto graph = AttentionGraph::build(shape, pass, WantedPlans::kAll, "", c.handle, &why_not);
+  if (graph == nullptr) return {};
+  Timing timing(stream);
   std::vector<CudnnPlanTime> times;
-  cudaEvent_t begin = nullptr, end = nullptr;
-  cudaEventCreate(&begin);
-  cudaEventCreate(&end);
-  try {
-    const auto graph = describe_graph(shape, pass);
-    std::vector<fe::HeurMode_t> modes = {fe::HeurMode_t::A};
-    if (all) modes.insert(modes.end(), {fe::HeurMode_t::B, fe::HeurMode_t::FALLBACK});
-    if (cudnnSetStream(c.handle, cuda_stream) == CUDNN_STATUS_SUCCESS &&
-        list_plans(*graph, modes, c.handle).is_good()) {
-      const std::vector<NamedPlan> plans = named_plans(*graph, all);
-      if (all || plans.size() > 1) {
-        times = time_plans(*graph, plans, c.handle, operands, workspace, workspace_bytes, {cuda_stream, begin, end});
-      }
-    }
-  } catch (const std::exception& e) {
-    set_cudnn_error_text(e.what());
+  for (size_t i = 0; i < graph->plans().size(); ++i) {
+    const AttentionGraph::Plan& plan = graph->plans()[i];
+    times.push_back({plan.name, plan.workspace_bytes, timing.time(*graph, i, operands, workspace, workspace_bytes)});
   }
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
   return times;
 }
 
@@ -398,11 +306,11 @@ AttentionTable attention_table_here() { return {gemm_environment().gpu, static_c
 KernelError tune_attention(AttentionTable* table, const AttentionShape& s, void* scratch, int64_t scratch_bytes,
                            StreamHandle stream) {
   const auto round_up = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
-  const auto known = [&](AttentionPass pass) { return table->find(problem_of(key_of(s, pass))) != nullptr; };
-  if (known(AttentionPass::kForwardWithLse) && known(AttentionPass::kBackward)) return kKernelOk;
-  if (hopper_attention_applies(s, DType::kBF16)) return kKernelOk;  // cuDNN never sees it
+  const auto lacks = [&](AttentionPass pass) {
+    return cudnn_serves(s, pass, DType::kBF16) && table->find(problem_of(key_of(s, pass))) == nullptr;
+  };
+  if (!may_compare(s) || (!lacks(AttentionPass::kForwardWithLse) && !lacks(AttentionPass::kBackward))) return kKernelOk;
   const int64_t width = (s.H + 2 * s.K) * s.D, element = size_of(DType::kBF16);
-  if (s.q_stride != width || s.k_stride != width || s.v_stride != width) return kKernelOk;
   const int64_t qkv_bytes = round_up(s.B * s.T * width * element), o_bytes = round_up(s.B * s.T * s.o_stride * element),
                 lse_bytes = round_up(s.B * s.H * s.T * 4), workspace_bytes = cudnn_attention_workspace_bound(s);
   if (2 * qkv_bytes + 2 * o_bytes + lse_bytes + workspace_bytes > scratch_bytes) return kKernelOk;
@@ -418,20 +326,17 @@ KernelError tune_attention(AttentionTable* table, const AttentionShape& s, void*
   if (const KernelError error = stream_scratch(&forward_scratch, stream); error != kKernelOk) return error;
   const int64_t k_at = s.H * s.D * element, v_at = (s.H + s.K) * s.D * element;
   std::vector<void*> operands = {qkv, qkv + k_at, qkv + v_at, o, lse};
+  const std::lock_guard lock(cudnn().mutex);
+  Timing timing(stream);
   // The forward pass first: it leaves what the backward pass reads.
   for (const AttentionPass pass : {AttentionPass::kForwardWithLse, AttentionPass::kBackward}) {
     const bool backward = pass == AttentionPass::kBackward;
     if (backward) operands.insert(operands.end(), {d_o, d_qkv, d_qkv + k_at, d_qkv + v_at});
-    TunedAttention entry{problem_of(key_of(s, pass)), 0, ""};
-    if (known(pass)) continue;
-    for (const CudnnPlanTime& plan :
-         time_cudnn_attention_plans(s, pass, /*all=*/false, operands, backward ? workspace : forward_scratch,
-                                    workspace_limit(s, pass), stream)) {
-      if (plan.microseconds < 0 || (!entry.plan.empty() && plan.microseconds >= entry.microseconds)) continue;
-      entry.plan = plan.name;
-      entry.microseconds = plan.microseconds;
-    }
-    if (!entry.plan.empty()) table->put(entry);
+    if (!lacks(pass)) continue;
+    Built* built = nullptr;
+    if (const KernelError error = find_pass(&built, s, pass, /*compared=*/true); error != kKernelOk) return error;
+    choose_by_timing(table, *built, problem_of(key_of(s, pass)), operands, backward ? workspace : forward_scratch,
+                     timing);
   }
   return cudaStreamSynchronize(static_cast<cudaStream_t>(stream));
 }
@@ -447,7 +352,10 @@ bool use_attention_table(const AttentionTable& table, std::string* why) {
   const std::lock_guard lock(c.mutex);
   if (to_text(c.chosen) == to_text(table)) return true;
   c.chosen = table;
-  std::erase_if(c.plans, [&](const auto& plan) { return table.find(problem_of(plan.first)) != nullptr; });
+  // What is being built takes its plan when it is needed.
+  for (auto at = c.passes.begin(); at != c.passes.end();) {
+    at = take_plan(at->second, chosen_plan(table, at->first)) ? std::next(at) : c.passes.erase(at);
+  }
   return true;
 }
 

@@ -1,8 +1,8 @@
-// Attention in bf16 by cuDNN's graph API. A graph is built once for each shape and kept: 0.1 s or more, so
-// cudnn_attention_prepare() does it before the first step. Of the forward passes without lse, which serve prompts of
-// any length, a few hundred are kept; they must not be recorded into graphs that outlive them. Internal to
-// kernels/cuda; attention.cc falls back to the plain kernels where these say kNotSupported. In a build without cuDNN
-// (attention_no_cudnn.cc) they always do.
+// Attention in bf16 by cuDNN's graph API. A graph is built once for each shape and kept: 0.1 s, or 1 s where the driver
+// has not compiled its kernels before, so begin_cudnn_attention() has it done beside whatever a run begins with. Of the
+// forward passes without lse, which serve prompts of any length, a few hundred are kept; they must not be recorded into
+// graphs that outlive them. Internal to kernels/cuda; attention.cc falls back to the plain kernels where these say
+// kNotSupported. In a build without cuDNN (attention_no_cudnn.cc) they always do.
 #pragma once
 
 #include <string>
@@ -15,38 +15,48 @@ namespace kintsugi::kernels::cuda {
 
 enum class AttentionPass : uint8_t { kForwardWithLse, kForward, kBackward };
 
-// kNotSupported: no graph serves the shape, and cudnn_attention_why_not() says why. Blocks; allocates no device memory
-// beyond the library's own, the first time.
+// Whether this pass of the shape is cuDNN's (attention.cc): where not, nothing of it is built, timed or run.
+bool cudnn_serves(const AttentionShape& shape, AttentionPass pass, DType dtype);
+
+// Begins to build the pass on a thread of its own and returns; whoever needs it first waits for it. `compared`: with
+// all the plans that tune_attention() compares, unless the table in use has chosen one. Of the shape's document_starts
+// and document_mask only whether they are null matters. Nothing before init_libraries().
+void begin_cudnn_attention(const AttentionShape& shape, AttentionPass pass, bool compared);
+// Until no thread builds: before the device is left.
+void wait_for_cudnn_attention();
+
+// Built now, or waited for. kNotSupported: no graph serves the shape, and cudnn_attention_why_not() says why. Blocks;
+// allocates no device memory beyond the library's own, the first time.
 KernelError cudnn_attention_prepare(const AttentionShape& shape, AttentionPass pass);
 // Empty when the shape's graph was built or not asked for yet.
 std::string cudnn_attention_why_not(const AttentionShape& shape, AttentionPass pass);
 // What the built graph needs; -1 when there is none. The forward passes use the stream's scratch (library_handles.h).
 int64_t cudnn_attention_scratch_bytes(const AttentionShape& shape, AttentionPass pass);
 
-// Plans that cuDNN has for the shape, the one that it prefers first, timed on the operands (those of
-// kernels/attention.h in the order q, k, v, o, lse, d_o, dq, dk, dv; a forward pass takes the first four or five): all
-// of them, or those of the preferred one's engine, when it has more than one. Plans that want more than workspace_bytes
-// are named with -1. Blocks, for seconds when it is all. Empty in a build without cuDNN.
+// All plans that cuDNN has for the shape, the one that it prefers first, timed on the operands (those of
+// kernels/attention.h in the order q, k, v, o, lse, d_o, dq, dk, dv; a forward pass takes the first four or five).
+// Plans that want more than workspace_bytes are named with -1. Blocks, for seconds. Empty in a build without cuDNN.
 struct CudnnPlanTime {
   std::string name;
   int64_t workspace_bytes;
   double microseconds;
 };
-std::vector<CudnnPlanTime> time_cudnn_attention_plans(const AttentionShape& shape, AttentionPass pass, bool all,
+std::vector<CudnnPlanTime> time_cudnn_attention_plans(const AttentionShape& shape, AttentionPass pass,
                                                       std::vector<void*> operands, void* workspace,
                                                       int64_t workspace_bytes, StreamHandle stream);
 
 // Times the plans of the shape's training passes, those of the preferred one's engine (others were 1.5 to 2 times
 // slower wherever they were tried, and take up to a second to compile), on random numbers in `scratch`, and puts the
-// fastest into `table`. About 0.1 s. A pass that has an entry or one plan only, that the plain kernels serve, or whose
-// operands do not fit into scratch_bytes, gets none. Only for q, k and v packed in one buffer. An empty table (of this
-// machine) comes from attention_table_here().
+// fastest into `table`. Some milliseconds, and however long the plans take to build. A pass that has an entry, that
+// cuDNN does not serve, or whose operands do not fit into scratch_bytes, gets none. Only for q, k and v packed in one
+// buffer, and without documents: with a mask the library's own choice stays. An empty table (of this machine) comes
+// from attention_table_here().
 AttentionTable attention_table_here();
 KernelError tune_attention(AttentionTable* table, const AttentionShape& shape, void* scratch, int64_t scratch_bytes,
                            StreamHandle stream);
-// Graphs that are built from here on take the table's plans; the forward pass without lse takes the same as that with
-// it, so that both give the same bits. False, and nothing changes, when the table was made on another GPU or by another
-// version of cuDNN: *why says which. Before the first call of the shapes.
+// From here on graphs take the table's plans; the forward pass without lse takes the same as that with it, so that both
+// give the same bits. False, and nothing changes, when the table was made on another GPU or by another version of
+// cuDNN: *why says which. Before the first call of the shapes.
 bool use_attention_table(const AttentionTable& table, std::string* why);
 
 // As kernels/attention.h has them.

@@ -5,11 +5,13 @@
 
 namespace kintsugi::kernels::cuda {
 
+void begin_cudnn_attention(const AttentionShape&, AttentionPass, bool) {}
+void wait_for_cudnn_attention() {}
 KernelError cudnn_attention_prepare(const AttentionShape&, AttentionPass) { return kNotSupported; }
 std::string cudnn_attention_why_not(const AttentionShape&, AttentionPass) { return "built without cuDNN"; }
 int64_t cudnn_attention_scratch_bytes(const AttentionShape&, AttentionPass) { return -1; }
-std::vector<CudnnPlanTime> time_cudnn_attention_plans(const AttentionShape&, AttentionPass, bool, std::vector<void*>,
-                                                      void*, int64_t, StreamHandle) {
+std::vector<CudnnPlanTime> time_cudnn_attention_plans(const AttentionShape&, AttentionPass, std::vector<void*>, void*,
+                                                      int64_t, StreamHandle) {
   return {};
 }
 AttentionTable attention_table_here() { return {gemm_environment().gpu, 0, {}}; }

@@ -185,6 +185,8 @@ class CudaBackend final : public Backend {
  public:
   CudaBackend(int device, const cudaDeviceProp& properties)
       : device_(device), properties_(properties), table_(kernels::cuda::kernels()) {}
+  // The process may end next, and must not leave the driver under a thread that builds.
+  ~CudaBackend() override { kernels::cuda::wait_for_cudnn_attention(); }
 
   DeviceKind kind() const override { return DeviceKind::kCuda; }
 
@@ -278,6 +280,21 @@ class CudaBackend final : public Backend {
     return std::unique_ptr<Event>(std::make_unique<CudaEvent>(event));
   }
 
+  void begin_tuning(const TunedWork& work, const std::string& known) override {
+    using enum kernels::cuda::AttentionPass;
+    kernels::cuda::AttentionTable plans;
+    std::string why;
+    // A text that is of no use here is refused by those who need it.
+    if (parse_attention_table(parts_of(known).second, &plans, &why)) (void)use_attention_table(plans, &why);
+    for (const kernels::AttentionShape& shape : work.attention) {
+      for (const kernels::cuda::AttentionPass pass : {kForwardWithLse, kBackward}) {
+        if (kernels::cuda::cudnn_serves(shape, pass, kernels::DType::kBF16)) {
+          kernels::cuda::begin_cudnn_attention(shape, pass, /*compared=*/true);
+        }
+      }
+    }
+  }
+
   Result<std::string> tune(const TunedWork& work, const std::string& known, const Buffer& scratch,
                            Stream& stream) override {
     kernels::cuda::GemmTable table;
@@ -293,12 +310,6 @@ class CudaBackend final : public Backend {
       plans = none;
     }
     const int64_t began_ns = monotonic_ns();
-    for (const kernels::AttentionShape& shape : work.attention) {
-      KTG_RETURN_IF_ERROR(
-          stream.launched(tune_attention(&plans, shape, scratch.data(), scratch.size_bytes(), stream.handle()),
-                          "choosing the plans of attention"));
-    }
-    const int64_t attention_ns = monotonic_ns();
     const std::vector<kernels::cuda::GemmProblem> missing = table.missing(problems_of(work.layers));
     if (!missing.empty()) {
       kernels::cuda::GemmTuningOptions options;
@@ -311,8 +322,15 @@ class CudaBackend final : public Backend {
           tune_gemms(&table, missing, scratch.data(), scratch.size_bytes(), options, stream.handle(), nullptr),
           "choosing the algorithms of matrix products"));
     }
-    log().info("algorithms: attention's in {} ms, those of {} matrix products, not known before, in {} ms",
-               (attention_ns - began_ns) / 1'000'000, missing.size(), (monotonic_ns() - attention_ns) / 1'000'000);
+    const int64_t products_ns = monotonic_ns();
+    // Last: meanwhile its plans are built (begin_tuning()).
+    for (const kernels::AttentionShape& shape : work.attention) {
+      KTG_RETURN_IF_ERROR(
+          stream.launched(tune_attention(&plans, shape, scratch.data(), scratch.size_bytes(), stream.handle()),
+                          "choosing the plans of attention"));
+    }
+    log().info("algorithms: those of {} matrix products, not known before, in {} ms, then attention's in {} ms",
+               missing.size(), (products_ns - began_ns) / 1'000'000, (monotonic_ns() - products_ns) / 1'000'000);
     return to_text(table) + to_text(plans);
   }
 

@@ -107,7 +107,7 @@ TEST_P(CudaAttentionTest, PlansChosenByTimingTravelAsTextAndGiveTheSameNumbers) 
     cuda::AttentionTable table = cuda::attention_table_here(), read;
     const KernelError error = cuda::tune_attention(&table, p.shape, scratch.data(), int64_t{256} << 20, nullptr);
     ASSERT_EQ(error, kKernelOk) << text(error);
-    EXPECT_LE(table.entries.size(), 2u);  // where there is a choice
+    EXPECT_LE(table.entries.size(), 2u);  // of passes that cuDNN serves
     std::cout << to_text(table);
     std::string why;
     ASSERT_TRUE(cuda::parse_attention_table(to_text(table), &read, &why)) << why;

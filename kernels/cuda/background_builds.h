@@ -1,0 +1,51 @@
+// What takes long to build and is known to be needed: begun early, each on a thread of its own, and whoever needs it
+// first waits. Needs neither CUDA nor a GPU. Not thread-safe: its owner locks; builds run outside that lock and must
+// not take it.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <future>
+#include <map>
+#include <optional>
+#include <system_error>
+#include <utility>
+
+namespace kintsugi::kernels::cuda {
+
+// Its destructor waits for the builds that run.
+template <typename Key, typename Built>
+class BackgroundBuilds {
+ public:
+  // Runs `build` on a thread of its own; where none can be had, later on that of take(). Nothing where one of the key
+  // has been begun and was not taken.
+  void begin(const Key& key, const std::function<Built()>& build) {
+    if (builds_.contains(key)) return;
+    try {
+      builds_.emplace(key, std::async(std::launch::async, build));
+    } catch (const std::system_error&) {
+      builds_.emplace(key, std::async(std::launch::deferred, build));
+    }
+  }
+
+  // What begin() began for the key, once; waits until it is built. Nothing where nothing was begun. Throws what the
+  // build threw.
+  std::optional<Built> take(const Key& key) {
+    auto node = builds_.extract(key);
+    if (node.empty()) return std::nullopt;
+    return node.mapped().get();
+  }
+
+  // Until no thread runs. What they built, or threw, can still be taken.
+  void wait() {
+    for (auto& [key, build] : builds_) {
+      // One that has no thread has nothing to wait for.
+      if (build.wait_for(std::chrono::seconds(0)) != std::future_status::deferred) build.wait();
+    }
+  }
+
+ private:
+  std::map<Key, std::future<Built>> builds_;
+};
+
+}  // namespace kintsugi::kernels::cuda
