@@ -22,7 +22,7 @@ void expect_near_turned(Outputs& before, Outputs& after, const Problem& p, const
       const int64_t i = n * p.qkv_width + column, other = column % p.s.D < half ? i + half : i - half;
       const double x = before.d_qkv.get(i), y = after.d_qkv.get(i);
       const double pair = std::hypot(x, static_cast<double>(before.d_qkv.get(other)));
-      ASSERT_LE(std::fabs(x - y), column < turned ? round * (pair + std::fabs(x)) : 0.0)
+      ASSERT_LE(std::fabs(x - y), column < turned ? round * (pair + std::fabs(x) + std::fabs(y)) : 0.0)
           << "token " << n << " column " << column << ", " << what;
     }
   }
