@@ -1,4 +1,4 @@
-// The forward pass of causal attention in bf16 with heads of 64 elements. Internal to kernels/cuda.
+// The forward pass of causal attention in bf16 with heads of 64 or 128 elements. Internal to kernels/cuda.
 //   s = scale q k^T   o = softmax(s) v   lse = log of the softmax's denominator
 // How rows are shared out: attention_tiles.cuh. A row's keys are taken in steps of 64 from position 0 on with a running
 // maximum and sum, so its bits depend on nothing behind it. The product with v of one step runs beside that with k of
@@ -39,7 +39,7 @@ struct RunningSoftmax {
   }
 };
 
-__device__ inline void round_left(LeftOperand& a, const float (&s)[32]) {
+__device__ inline void round_left(LeftOperand<64>& a, const float (&s)[32]) {
 #pragma unroll
   for (int e = 0; e < 32; e += 2) a[e / 8][e / 2 % 4] = bf16_pair(s[e], s[e + 1]);
 }
@@ -51,16 +51,15 @@ __device__ inline void forward_block(const AttentionBlock<S>& at, StepRing<S>& r
   using namespace hopper;
   const int32_t block = work.block(group), row = block * 64, lane = static_cast<int32_t>(threadIdx.x % 32);
   const float scale_log2 = t.scale * kLog2e;
-  LeftOperand q, p;
-  load_left(q, at.once_tile(group, 0));
-  __syncwarp();
-  if (lane == 0) arrive(at.once_free());
-  float s[32], o[32], factor[2];
+  LeftOperand<S::kD> q;
+  LeftOperand<64> p;
+  ring.open(group, [&](int32_t, uint32_t tile) { load_left(q, tile); });
+  float s[32], o[S::kSums], factor[2];
   RunningSoftmax softmax{{-INFINITY, -INFINITY}, {0, 0}};
   ring.wait();
   pin(s);
   begin_products();
-  multiply_tile<0>(s, q, at.x(ring.cursor.stage), false);
+  multiply_rows<S::kD>(s, q, at.x(ring.cursor.stage));
   commit_products();
   wait_products<0>();
   pin(s);
@@ -75,9 +74,9 @@ __device__ inline void forward_block(const AttentionBlock<S>& at, StepRing<S>& r
     pin(s);
     pin(o);
     begin_products();
-    multiply_tile<0>(s, q, at.x(ring.cursor.stage), false);
+    multiply_rows<S::kD>(s, q, at.x(ring.cursor.stage));
     commit_products();
-    multiply_tile<1>(o, p, at.y(stage), accumulate);
+    multiply_columns(o, p, at.y(stage), accumulate);
     commit_products();
     wait_products<1>();
     pin(s);
@@ -87,14 +86,14 @@ __device__ inline void forward_block(const AttentionBlock<S>& at, StepRing<S>& r
     pin(o);
     ring.release(stage);
 #pragma unroll
-    for (int e = 0; e < 32; ++e) o[e] *= factor[e / 2 % 2];
+    for (int e = 0; e < S::kSums; ++e) o[e] *= factor[e / 2 % 2];
     round_left(p, s);
   };
   for (int32_t i = 1; i < block; ++i) next_step(i > 1, false);
   if (block > 0) next_step(block > 1, true);
   pin(o);
   begin_products();
-  multiply_tile<1>(o, p, at.y(ring.cursor.stage), block > 0);
+  multiply_columns(o, p, at.y(ring.cursor.stage), block > 0);
   commit_products();
   wait_products<0>();
   pin(o);
@@ -113,7 +112,7 @@ __device__ inline void forward_block(const AttentionBlock<S>& at, StepRing<S>& r
   }
   wait_copied_out(group);
   store_rows(at.result(group, 0), o, inverse);
-  copy_out<1>({&t.o}, {at.result(group, 0)}, work.head * 64, row, work.batch, group);
+  copy_out<S, 1>({&t.o}, {at.result(group, 0)}, work.head, row, work.batch, group);
 }
 
 }  // namespace kintsugi::kernels::cuda

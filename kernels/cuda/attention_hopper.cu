@@ -7,10 +7,7 @@
 namespace kintsugi::kernels::cuda {
 namespace {
 
-using Forward = AttentionTile<AttentionPart::kForward, /*kWarpgroups=*/3, /*kStages=*/8>;
-using Queries = AttentionTile<AttentionPart::kQueries, /*kWarpgroups=*/3, /*kStages=*/5>;
-using Keys = AttentionTile<AttentionPart::kKeys, /*kWarpgroups=*/2, /*kStages=*/6>;
-constexpr int64_t kHeadSize = 64, kBlock = 64;
+constexpr int64_t kBlock = 64;
 constexpr int32_t kHeadsTogether = 32;
 constexpr int64_t kCounterBytes = 256;
 
@@ -21,25 +18,27 @@ __device__ inline void multiply_tiles(const AttentionBlock<S>& at, const Attenti
   StepRing<S> ring(at);
   for (uint32_t n = 0;; ++n) {
     hopper::wait(at.item_full(), n % 2);
-    int32_t index;
-    hopper::load_shared(index, at.item);
+    int32_t index = 0;
+    if (threadIdx.x % 32 == 0) {
+      hopper::load_shared(index, at.item);
+      hopper::arrive(at.item_free());
+    }
     index = __shfl_sync(0xffffffffu, index, 0);
     if (index >= items.count()) break;
     const AttentionWork<S> work(t, items, index);
-    const uint32_t set = n % 2;
     if (!work.has(t, group)) {
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) {
-        hopper::arrive(at.once_free());
-        if (S::kKept > 0) hopper::arrive(at.kept_free(set));
+      if constexpr (S::kKept > 0) {
+        const uint32_t set = at.wait_kept(n);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) hopper::arrive(at.kept_free(set));
       }
-      ring.skip(work.steps * work.heads);
+      ring.skip(S::kOpeningStages + work.steps * work.heads);
     } else if constexpr (S::kPart == AttentionPart::kForward) {
       forward_block(at, ring, t, work, group);
     } else if constexpr (S::kPart == AttentionPart::kQueries) {
-      query_block(at, ring, t, work, group, set);
+      query_block(at, ring, t, work, group, n);
     } else {
-      key_block(at, ring, t, work, group);
+      key_block(at, ring, t, work, group, n);
     }
   }
   if (threadIdx.x % 128 == 0) hopper::wait_stores_read<0>();
@@ -65,7 +64,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 int64_t blocks_of(const AttentionShape& s) { return ceil_div(s.T, kBlock); }
 
 template <class S>
-KernelError launch(const AttentionOperands& operands, int64_t heads, cudaStream_t stream) {
+KernelError launch_tiles(const AttentionOperands& operands, int64_t heads, cudaStream_t stream) {
   static const cudaError_t kAllowed =
       cudaFuncSetAttribute(attention_tiles_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
   if (kAllowed != cudaSuccess) return kAllowed;
@@ -76,6 +75,13 @@ KernelError launch(const AttentionOperands& operands, int64_t heads, cudaStream_
   const int64_t blocks = std::min<int64_t>(heads * items.tiles, kMultiprocessors);
   attention_tiles_kernel<S><<<static_cast<unsigned>(blocks), S::kThreads, S::kSharedBytes, stream>>>(operands, items);
   return launch_error();
+}
+
+template <AttentionPart kPart>
+KernelError launch(const AttentionOperands& operands, const AttentionShape& s, cudaStream_t stream) {
+  const int64_t heads = s.B * (kPart == AttentionPart::kKeys ? s.K : s.H);
+  return s.D == 64 ? launch_tiles<AttentionTile<kPart, 64>>(operands, heads, stream)
+                   : launch_tiles<AttentionTile<kPart, 128>>(operands, heads, stream);
 }
 
 // What a kernel is given, put together array by array.
@@ -92,7 +98,7 @@ struct AttentionCall {
   }
   void map(CUtensorMap* to, const void* data, int64_t heads, int64_t stride) {
     maps.make(to, data, CU_TENSOR_MAP_SWIZZLE_128B,
-              {{heads * kHeadSize, 1, kHeadSize}, {s.T, stride, kBlock}, {s.B, s.T * stride, 1}});
+              {{heads * s.D, 1, 64}, {s.T, stride, kBlock}, {s.B, s.T * stride, 1}});
   }
   void map_forward(const void* q, const void* k, const void* v, const void* o) {
     map(&t.q, q, s.H, s.q_stride);
@@ -113,7 +119,7 @@ struct AttentionCall {
 }  // namespace
 
 bool hopper_attention_applies(const AttentionShape& s, DType dtype) {
-  return dtype == DType::kBF16 && s.D == kHeadSize && s.document_starts == nullptr && s.q_stride % 8 == 0 &&
+  return dtype == DType::kBF16 && (s.D == 64 || s.D == 128) && s.document_starts == nullptr && s.q_stride % 8 == 0 &&
          s.k_stride % 8 == 0 && s.v_stride % 8 == 0 && s.o_stride % 8 == 0 && s.T < int64_t{1} << 24 &&
          s.B * s.H * blocks_of(s) < int64_t{1} << 30;
 }
@@ -127,7 +133,7 @@ KernelError hopper_attention_forward(void* o, float* lse, const void* q, const v
   call.t.lse = lse;
   const cudaStream_t cuda_stream = stream_of(stream);
   if (const KernelError error = call.begin(cuda_stream); error != kKernelOk) return error;
-  return launch<Forward>(call.t, s.B * s.H, cuda_stream);
+  return launch<AttentionPart::kForward>(call.t, s, cuda_stream);
 }
 
 int64_t hopper_attention_workspace_bytes(const AttentionShape& s) {
@@ -147,8 +153,8 @@ KernelError hopper_attention_backward(void* dq, void* dk, void* dv, const void* 
   call.t.row_facts = reinterpret_cast<float*>(static_cast<char*>(workspace) + kCounterBytes);
   const cudaStream_t cuda_stream = stream_of(stream);
   if (const KernelError error = call.begin(cuda_stream); error != kKernelOk) return error;
-  if (const KernelError error = launch<Queries>(call.t, s.B * s.H, cuda_stream); error != kKernelOk) return error;
-  return launch<Keys>(call.t, s.B * s.K, cuda_stream);
+  const KernelError error = launch<AttentionPart::kQueries>(call.t, s, cuda_stream);
+  return error != kKernelOk ? error : launch<AttentionPart::kKeys>(call.t, s, cuda_stream);
 }
 
 }  // namespace kintsugi::kernels::cuda

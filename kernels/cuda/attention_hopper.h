@@ -1,4 +1,4 @@
-// Attention by kernels of our own, for heads of 64 elements: there the library's are far from what the tensor cores
+// Attention by kernels of our own, for heads of 64 and 128 elements: there the library's are far from what the tensor cores
 // could do. How: attention_tiles.cuh, attention_forward.cuh, attention_backward.cuh. Internal to kernels/cuda.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace kintsugi::kernels::cuda {
 
-// By shape alone: bf16, D = 64, no documents, rows at multiples of 16 bytes. All pointers must lie at such, too.
+// By shape alone: bf16, D = 64 or 128, no documents, rows at multiples of 16 bytes. All pointers must lie at such, too.
 bool hopper_attention_applies(const AttentionShape& shape, DType dtype);
 
 // As kernels/attention.h has them, in bf16. The forward pass uses the stream's scratch (library_handles.h). The

@@ -265,6 +265,21 @@ __device__ inline void multiply(float (&d)[32], const uint32_t (&a)[4], uint64_t
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransposeB));
 }
 
+template <int kTransposeB>
+__device__ inline void multiply(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int32_t accumulate) {
+  asm volatile(
+      "{\n .reg .pred p;\n setp.ne.b32 p, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "{%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}"
+      : KTG_OUT8(d, 0), KTG_OUT8(d, 8), KTG_OUT8(d, 16), KTG_OUT8(d, 24), KTG_OUT8(d, 32), KTG_OUT8(d, 40),
+        KTG_OUT8(d, 48), KTG_OUT8(d, 56)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransposeB));
+}
+
 #undef KTG_OUT8
 
 }  // namespace kintsugi::kernels::cuda::hopper

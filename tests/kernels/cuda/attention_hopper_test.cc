@@ -1,5 +1,5 @@
-// The kernels of our own for heads of 64 elements against the reference loops, the backward pass in double, and against
-// the plain kernels.
+// Attention's kernels of our own against the reference loops, the backward pass in double, and against the plain
+// kernels.
 //   B batch   T tokens   H query heads   K key/value heads   D head size
 #include "kernels/cuda/attention_hopper.h"
 
@@ -10,15 +10,20 @@
 namespace kintsugi::kernels {
 namespace {
 
+constexpr int64_t kHeadSizes[] = {64, 128};
+
 // Lengths on both sides of the blocks of 64 tokens and of pairs of them; groups of one, two and more query heads.
-constexpr Sizes kSizes[] = {{1, 1, 2, 1, 64},   {2, 2, 2, 1, 64},   {1, 7, 3, 3, 64},   {2, 63, 3, 1, 64},
-                            {2, 64, 1, 1, 64},  {2, 65, 4, 2, 64},  {1, 127, 2, 2, 64}, {1, 128, 2, 1, 64},
-                            {1, 129, 6, 2, 64}, {2, 192, 2, 2, 64}, {1, 193, 2, 1, 64}, {2, 300, 4, 2, 64},
-                            {1, 449, 2, 2, 64}};
+constexpr Sizes kSizes[] = {
+    {1, 1, 2, 1, 64},    {2, 2, 2, 1, 64},    {1, 7, 3, 3, 64},    {2, 63, 3, 1, 64},   {2, 64, 1, 1, 64},
+    {2, 65, 4, 2, 64},   {1, 127, 2, 2, 64},  {1, 128, 2, 1, 64},  {1, 129, 6, 2, 64},  {2, 192, 2, 2, 64},
+    {1, 193, 2, 1, 64},  {2, 300, 4, 2, 64},  {1, 449, 2, 2, 64},  {1, 1, 2, 1, 128},   {2, 2, 2, 1, 128},
+    {1, 31, 3, 3, 128},  {2, 63, 3, 1, 128},  {3, 64, 2, 2, 128},  {2, 65, 4, 2, 128},  {1, 127, 2, 2, 128},
+    {1, 128, 2, 1, 128}, {1, 129, 6, 2, 128}, {2, 193, 2, 1, 128}, {1, 300, 4, 1, 128}, {1, 449, 2, 2, 128}};
 
 // Of real models, too large for the reference.
-constexpr Sizes kTrainingSizes[] = {{2, 1024, 12, 12, 64}, {1, 2048, 8, 2, 64},  {1, 1023, 5, 5, 64},
-                                    {2, 515, 6, 2, 64},    {1, 4096, 14, 2, 64}, {9, 320, 25, 25, 64}};
+constexpr Sizes kTrainingSizes[] = {{2, 1024, 12, 12, 64}, {1, 2048, 8, 2, 64},   {1, 1023, 5, 5, 64},
+                                    {2, 515, 6, 2, 64},    {1, 4096, 14, 2, 64},  {9, 320, 25, 25, 64},
+                                    {1, 4096, 8, 2, 128},  {2, 1000, 16, 8, 128}, {12, 200, 16, 4, 128}};
 
 class CudaHopperAttentionTest : public CudaAttentionTest {
  protected:
@@ -134,27 +139,30 @@ TEST_P(CudaHopperAttentionTest, ForwardAgreesWithThePlainKernelsAtTrainingSizesA
 
 // As kernels/attention.h says.
 TEST_P(CudaHopperAttentionTest, ForwardRowsDoNotDependOnLengthOrBatch) {
-  const Problem p = make_problem({2, 300, 4, 2, 64}, dtype(), rng_);
-  const DeviceProblem d(p);
-  Outputs all(p);
-  ASSERT_EQ(forward_call(d, d.lse.as<float>(), nullptr), kKernelOk);
-  download(all, d);
-  const auto row_bytes = static_cast<size_t>(p.s.H * 64 * 2);
-  for (const int64_t T : {1, 31, 64, 65, 129, 200, 299}) {
-    AttentionShape shape = p.shape;
-    shape.B = 1;
-    shape.T = T;
-    const DeviceMemory o(T * p.o_width * 2);
-    const int64_t second = p.s.T * p.qkv_width;
-    ASSERT_EQ(cuda::hopper_attention_forward(o.data(), nullptr, d.part(d.qkv, second), d.part(d.qkv, second + d.k_at()),
-                                             d.part(d.qkv, second + d.v_at()), shape, nullptr),
-              kKernelOk);
-    const Array part = o.array(dtype());
-    int64_t wrong = 0;
-    for (int64_t t = 0; t < T; ++t) {
-      wrong += std::memcmp(part.at(t * p.o_width), all.o.at((p.s.T + t) * p.o_width), row_bytes) != 0;
+  for (const int64_t D : kHeadSizes) {
+    const Problem p = make_problem({2, 300, 4, 2, D}, dtype(), rng_);
+    const DeviceProblem d(p);
+    Outputs all(p);
+    ASSERT_EQ(forward_call(d, d.lse.as<float>(), nullptr), kKernelOk);
+    download(all, d);
+    const auto row_bytes = static_cast<size_t>(p.s.H * D * 2);
+    for (const int64_t T : {1, 31, 64, 65, 129, 200, 299}) {
+      AttentionShape shape = p.shape;
+      shape.B = 1;
+      shape.T = T;
+      const DeviceMemory o(T * p.o_width * 2);
+      const int64_t second = p.s.T * p.qkv_width;
+      ASSERT_EQ(
+          cuda::hopper_attention_forward(o.data(), nullptr, d.part(d.qkv, second), d.part(d.qkv, second + d.k_at()),
+                                         d.part(d.qkv, second + d.v_at()), shape, nullptr),
+          kKernelOk);
+      const Array part = o.array(dtype());
+      int64_t wrong = 0;
+      for (int64_t t = 0; t < T; ++t) {
+        wrong += std::memcmp(part.at(t * p.o_width), all.o.at((p.s.T + t) * p.o_width), row_bytes) != 0;
+      }
+      EXPECT_EQ(wrong, 0) << "rows differ, T " << T << ", D " << D;
     }
-    EXPECT_EQ(wrong, 0) << "rows differ, T " << T;
   }
 }
 
@@ -169,8 +177,8 @@ TEST_P(CudaHopperAttentionTest, BackwardMatchesTheReferenceOverOddSizes) {
 
 // Scores so large that each row looks at one key, and so small that it looks at all alike.
 TEST_P(CudaHopperAttentionTest, ScoresMayBeLargeAndSmall) {
-  for (const float scale : {3.0f, 1e-3f}) {
-    const Sizes sizes{1, 200, 2, 1, 64};
+  for (const auto& [D, scale] : {std::pair{64, 3.0f}, {64, 1e-3f}, {128, 2.0f}, {128, 1e-3f}}) {
+    const Sizes sizes{1, 200, 2, 1, D};
     if (left_out(operations(sizes), to_string(sizes))) continue;
     Problem p = make_problem(sizes, dtype(), rng_);
     p.shape.scale = scale;
@@ -218,75 +226,80 @@ TEST_P(CudaHopperAttentionTest, BackwardAgreesWithThePlainKernelsAtTrainingSizes
 
 // A sequence's gradients do not depend on what it lies beside.
 TEST_P(CudaHopperAttentionTest, BackwardOfASequenceAloneHasTheBitsThatItHasInABatch) {
-  const Sizes sizes{3, 200, 4, 2, 64};
-  const Problem p = make_problem(sizes, dtype(), rng_);
-  const DeviceProblem d(p);
-  Outputs all(p);
-  ASSERT_EQ(d.forward(true), kKernelOk);
-  ASSERT_NO_FATAL_FAILURE(run(all, d));
-  AttentionShape one = p.shape;
-  one.B = 1;
-  const int64_t qkv_row = sizes.T * p.qkv_width, o_row = sizes.T * p.o_width;
-  for (int64_t b = 0; b < sizes.B; ++b) {
-    const DeviceMemory alone(qkv_row * 2), workspace(cuda::hopper_attention_workspace_bytes(one));
-    ASSERT_EQ(cuda::hopper_attention_backward(alone.data(), d.part(alone, d.k_at()), d.part(alone, d.v_at()),
-                                              d.part(d.d_o, b * o_row), d.part(d.o, b * o_row),
-                                              d.lse.as<float>() + b * sizes.H * sizes.T, d.part(d.qkv, b * qkv_row),
-                                              d.part(d.qkv, b * qkv_row + d.k_at()),
-                                              d.part(d.qkv, b * qkv_row + d.v_at()), one, workspace.data(), nullptr),
-              kKernelOk);
-    const Array bits = alone.array(dtype());
-    EXPECT_EQ(std::memcmp(bits.data(), all.d_qkv.at(b * qkv_row), static_cast<size_t>(qkv_row * 2)), 0) << b;
+  for (const int64_t D : kHeadSizes) {
+    const Sizes sizes{3, 200, 4, 2, D};
+    const Problem p = make_problem(sizes, dtype(), rng_);
+    const DeviceProblem d(p);
+    Outputs all(p);
+    ASSERT_EQ(d.forward(true), kKernelOk);
+    ASSERT_NO_FATAL_FAILURE(run(all, d));
+    AttentionShape one = p.shape;
+    one.B = 1;
+    const int64_t qkv_row = sizes.T * p.qkv_width, o_row = sizes.T * p.o_width;
+    for (int64_t b = 0; b < sizes.B; ++b) {
+      const DeviceMemory alone(qkv_row * 2), workspace(cuda::hopper_attention_workspace_bytes(one));
+      ASSERT_EQ(cuda::hopper_attention_backward(alone.data(), d.part(alone, d.k_at()), d.part(alone, d.v_at()),
+                                                d.part(d.d_o, b * o_row), d.part(d.o, b * o_row),
+                                                d.lse.as<float>() + b * sizes.H * sizes.T, d.part(d.qkv, b * qkv_row),
+                                                d.part(d.qkv, b * qkv_row + d.k_at()),
+                                                d.part(d.qkv, b * qkv_row + d.v_at()), one, workspace.data(), nullptr),
+                kKernelOk);
+      const Array bits = alone.array(dtype());
+      EXPECT_EQ(std::memcmp(bits.data(), all.d_qkv.at(b * qkv_row), static_cast<size_t>(qkv_row * 2)), 0)
+          << b << ", D " << D;
+    }
   }
 }
 
 TEST_P(CudaHopperAttentionTest, GradientsInArraysOfTheirOwnHaveTheSameBits) {
-  const Sizes sizes{2, 150, 6, 2, 64};
-  Problem p = make_problem(sizes, dtype(), rng_);
-  const DeviceRotation rotation(sizes, rng_);
-  rotation.attach(p.shape);
-  const DeviceProblem d(p);
-  Outputs packed(p);
-  ASSERT_EQ(d.forward(true), kKernelOk);
-  ASSERT_NO_FATAL_FAILURE(run(packed, d));
+  for (const int64_t D : kHeadSizes) {
+    const Sizes sizes{2, 150, 6, 2, D};
+    Problem p = make_problem(sizes, dtype(), rng_);
+    const DeviceRotation rotation(sizes, rng_);
+    rotation.attach(p.shape);
+    const DeviceProblem d(p);
+    Outputs packed(p);
+    ASSERT_EQ(d.forward(true), kKernelOk);
+    ASSERT_NO_FATAL_FAILURE(run(packed, d));
 
-  struct Part {
-    int64_t first, heads, stride;  // of the packed rows; of its own
-  };
-  const Part parts[] = {
-      {0, sizes.H, sizes.H * 64 + 8}, {d.k_at(), sizes.K, sizes.K * 64}, {d.v_at(), sizes.K, sizes.K * 64 + 72}};
-  const int64_t N = sizes.B * sizes.T;
-  std::optional<DeviceMemory> in[3], out[3];
-  for (int i = 0; i < 3; ++i) {
-    Array rows(dtype(), N * parts[i].stride);
-    const auto bytes = static_cast<size_t>(parts[i].heads * 64 * 2);
-    for (int64_t n = 0; n < N; ++n)
-      std::memcpy(rows.at(n * parts[i].stride), p.qkv.at(n * p.qkv_width + parts[i].first), bytes);
-    in[i].emplace(rows);
-    out[i].emplace(N * parts[i].stride * 2);
-  }
-  AttentionShape shape = p.shape;
-  shape.q_stride = parts[0].stride, shape.k_stride = parts[1].stride, shape.v_stride = parts[2].stride;
-  const DeviceMemory workspace(cuda::hopper_attention_workspace_bytes(shape));
-  ASSERT_EQ(cuda::hopper_attention_backward(out[0]->data(), out[1]->data(), out[2]->data(), d.d_o.data(), d.o.data(),
-                                            d.lse.as<float>(), in[0]->data(), in[1]->data(), in[2]->data(), shape,
-                                            workspace.data(), nullptr),
-            kKernelOk);
-  for (int i = 0; i < 3; ++i) {
-    Array rows = out[i]->array(dtype());
-    const int64_t used = parts[i].heads * 64;
-    int64_t wrong = 0;
-    for (int64_t n = 0; n < N; ++n) {
-      wrong += std::memcmp(rows.at(n * parts[i].stride), packed.d_qkv.at(n * p.qkv_width + parts[i].first),
-                           static_cast<size_t>(used * 2)) != 0;
+    struct Part {
+      int64_t first, heads, stride;  // of the packed rows; of its own
+    };
+    const Part parts[] = {
+        {0, sizes.H, sizes.H * D + 8}, {d.k_at(), sizes.K, sizes.K * D}, {d.v_at(), sizes.K, sizes.K * D + 72}};
+    const int64_t N = sizes.B * sizes.T;
+    std::optional<DeviceMemory> in[3], out[3];
+    for (int i = 0; i < 3; ++i) {
+      Array rows(dtype(), N * parts[i].stride);
+      const auto bytes = static_cast<size_t>(parts[i].heads * D * 2);
+      for (int64_t n = 0; n < N; ++n)
+        std::memcpy(rows.at(n * parts[i].stride), p.qkv.at(n * p.qkv_width + parts[i].first), bytes);
+      in[i].emplace(rows);
+      out[i].emplace(N * parts[i].stride * 2);
     }
-    EXPECT_EQ(wrong, 0) << "rows of array " << i;
-    clear_gaps(rows, parts[i].stride, used);
+    AttentionShape shape = p.shape;
+    shape.q_stride = parts[0].stride, shape.k_stride = parts[1].stride, shape.v_stride = parts[2].stride;
+    const DeviceMemory workspace(cuda::hopper_attention_workspace_bytes(shape));
+    ASSERT_EQ(cuda::hopper_attention_backward(out[0]->data(), out[1]->data(), out[2]->data(), d.d_o.data(), d.o.data(),
+                                              d.lse.as<float>(), in[0]->data(), in[1]->data(), in[2]->data(), shape,
+                                              workspace.data(), nullptr),
+              kKernelOk);
+    for (int i = 0; i < 3; ++i) {
+      Array rows = out[i]->array(dtype());
+      const int64_t used = parts[i].heads * D;
+      int64_t wrong = 0;
+      for (int64_t n = 0; n < N; ++n) {
+        wrong += std::memcmp(rows.at(n * parts[i].stride), packed.d_qkv.at(n * p.qkv_width + parts[i].first),
+                             static_cast<size_t>(used * 2)) != 0;
+      }
+      EXPECT_EQ(wrong, 0) << "rows of array " << i << ", D " << D;
+      clear_gaps(rows, parts[i].stride, used);
+    }
   }
 }
 
 TEST_P(CudaHopperAttentionTest, ARecordedGraphGivesTheSameBits) {
-  for (const Sizes& sizes : {Sizes{2, 256, 4, 2, 64}, Sizes{1, 190, 4, 4, 64}}) {
+  for (const Sizes& sizes : {Sizes{2, 256, 4, 2, 64}, Sizes{1, 190, 4, 4, 64}, Sizes{2, 190, 4, 2, 128}}) {
     const Problem p = make_problem(sizes, dtype(), rng_);
     const DeviceProblem d(p);
     Outputs direct(p), recorded(p);
@@ -310,11 +323,11 @@ TEST_P(CudaHopperAttentionTest, ARecordedGraphGivesTheSameBits) {
 
 TEST_P(CudaHopperAttentionTest, TakesWhatItCanAndNothingElse) {
   const Problem p = make_problem({2, 70, 4, 2, 64}, dtype(), rng_);
-  EXPECT_TRUE(cuda::hopper_attention_applies(p.shape, DType::kBF16));
   EXPECT_FALSE(cuda::hopper_attention_applies(p.shape, DType::kF32));
-  for (const int64_t D : {8, 80, 96, 128}) {
-    EXPECT_FALSE(cuda::hopper_attention_applies(make_problem({2, 70, 4, 2, D}, dtype(), rng_).shape, DType::kBF16))
-        << D;
+  for (const int64_t D : {8, 64, 80, 96, 128, 256}) {
+    const bool applies =
+        cuda::hopper_attention_applies(make_problem({2, 70, 4, 2, D}, dtype(), rng_).shape, DType::kBF16);
+    EXPECT_EQ(applies, D == 64 || D == 128) << D;
   }
   for (int64_t AttentionShape::*const stride :
        {&AttentionShape::q_stride, &AttentionShape::k_stride, &AttentionShape::v_stride, &AttentionShape::o_stride}) {
