@@ -69,7 +69,9 @@ Result<std::shared_ptr<void>> use_gpu(WorkerEnvironment& env, RunConfig& config,
                                                                      .deterministic = config.training.deterministic}));
   env.mark_start("context");
   const runtime::Backend& backend = *parts->backend;
-  KTG_RETURN_IF_ERROR(check_device_memory(config, env.world_size, backend, backend.library_bytes()));
+  KTG_RETURN_IF_ERROR(check_device_memory(
+      config, env.world_size, backend, backend.library_bytes(),
+      {.num_ranks = ranks_on_device(env.local_rank, env.world_size, devices.count), .spare = env.warm_up}));
   KTG_ASSIGN_OR_RETURN(
       parts->heap,
       comm::DeviceHeap::create(*parts->backend, plan_memory(config, env.world_size, &backend).state_heap_bytes()));

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <functional>
 #include <optional>
 #include <thread>
 
@@ -24,6 +25,8 @@ namespace kintsugi::launch {
 namespace {
 
 constexpr int64_t kHeapAlignment = 64;
+// What the driver keeps of a GPU for each process that uses it (measured on an H200: 0.5 GiB).
+constexpr int64_t kContextBytes = int64_t{512} << 20;
 constexpr int64_t kNotesBytes = (sizeof(SnapshotNotes) + kHeapAlignment - 1) / kHeapAlignment * kHeapAlignment;
 
 std::string mebibytes(int64_t bytes) { return fmt::format("{:.2f} MiB", static_cast<double>(bytes) / (1 << 20)); }
@@ -201,22 +204,47 @@ int64_t host_memory_bytes() {
   return headroom.ok() ? std::min(bytes, headroom->limit_bytes) : bytes;
 }
 
+int ranks_on_device(int local_rank, int ranks_on_host, int num_devices) {
+  const int first = local_rank % std::max(num_devices, 1);
+  return (ranks_on_host - 1 - first) / std::max(num_devices, 1) + 1;
+}
+
 Status check_device_memory(const RunConfig& config, int world_size, const runtime::Backend& backend,
-                           int64_t taken_bytes) {
+                           int64_t taken_bytes, const DeviceSharers& sharers) {
   KTG_ASSIGN_OR_RETURN(const runtime::DeviceMemory memory, backend.memory());
-  const auto needs = [&](const RunConfig& c) {
-    return plan_memory(c, world_size, &backend).device_bytes() - taken_bytes;
-  };
-  const int64_t needed = needs(config);
-  if (needed <= memory.available_bytes) return ok_status();
+  const auto plan = [&](const RunConfig& c) { return plan_memory(c, world_size, &backend).device_bytes(); };
+  const int64_t in_use = memory.total_bytes - memory.available_bytes;
+  const int64_t context = std::clamp(in_use - taken_bytes, int64_t{0}, kContextBytes);
+  const int64_t planned = plan(config), needed = planned - taken_bytes;
+  const bool shared = sharers.num_ranks > 1;
+  const bool all_fit = !shared || sharers.num_ranks * (planned + context) <= memory.total_bytes;
+  if (needed <= memory.available_bytes && all_fit) return ok_status();
+
   const int64_t host_bytes = host_memory_bytes();
-  const auto fits = [&](const RunConfig& c) {
-    return needs(c) <= memory.available_bytes && host_bytes_of_job(c, world_size) <= host_bytes;
+  const auto nearest = [&](const std::function<bool(const RunConfig&)>& fits_device) {
+    return nearest_fit(config, world_size, [&](const RunConfig& c) {
+      return fits_device(c) && host_bytes_of_job(c, world_size) <= host_bytes;
+    });
   };
-  return resource_exhausted(fmt::format("the step needs {} of GPU memory, {} of {} are free: {} too much; {}",
-                                        mebibytes(needed), mebibytes(memory.available_bytes),
-                                        mebibytes(memory.total_bytes), mebibytes(needed - memory.available_bytes),
-                                        nearest_fit(config, world_size, fits)));
+  if (!shared && !sharers.spare) {
+    return resource_exhausted(fmt::format(
+        "the step needs {} of GPU memory, {} of {} are free: {} too much; {}", mebibytes(needed),
+        mebibytes(memory.available_bytes), mebibytes(memory.total_bytes), mebibytes(needed - memory.available_bytes),
+        nearest([&](const RunConfig& c) { return plan(c) - taken_bytes <= memory.available_bytes; })));
+  }
+  const int64_t num_processes = sharers.num_ranks + (sharers.spare ? 1 : 0);
+  const int64_t others =
+      std::max(int64_t{0}, in_use - taken_bytes - context - (num_processes - 1) * (planned + context));
+  const auto together = [&](int64_t plan_bytes) { return num_processes * (plan_bytes + context); };
+  const int64_t room = memory.total_bytes - others;
+  return resource_exhausted(fmt::format(
+      "{} rank{}{} share this GPU and need {} of its {} together, each {} for its step and {} that the driver keeps; "
+      "{} are free now, of which this process needs {}, and others hold at least {}: {} too much; {}{}",
+      sharers.num_ranks, shared ? "s" : "", sharers.spare ? " and a spare" : "", mebibytes(together(planned)),
+      mebibytes(memory.total_bytes), mebibytes(planned), mebibytes(context), mebibytes(memory.available_bytes),
+      mebibytes(needed), mebibytes(others), mebibytes(together(planned) - room),
+      nearest([&](const RunConfig& c) { return together(plan(c)) <= room; }),
+      sharers.spare ? "; recovery.spares = 0 asks for none" : ""));
 }
 
 Result<std::vector<void*>> allocate_snapshot_slots(comm::SymmetricHeap& heap, const MemoryPlan& plan) {

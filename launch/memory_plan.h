@@ -63,10 +63,28 @@ int64_t host_bytes_of_job(const RunConfig& config, int world_size);
 // Memory of this host that its processes may use: the machine's, or the limit of this process's control group.
 int64_t host_memory_bytes();
 
+// Who has memory of one GPU: ranks of a host take its GPUs in turn.
+struct DeviceSharers {
+  int num_ranks = 1;
+  bool spare = false;  // the process that asks is none of them
+};
+int ranks_on_device(int local_rank, int ranks_on_host, int num_devices);
+
 // On a GPU, before more than `taken_bytes` of the plan is taken: kResourceExhausted says what the plan needs, what is
 // free, by how much that is too little, and which settings would fit (nearest_fit.h), the host's memory included.
+//
+// What is free is not enough to go by where ranks share the GPU: they arrive in any order, so each could find room that
+// a later one needs. So two things must hold, and neither counts memory twice that a sister has taken already:
+// - what this process has yet to take is free now, whoever holds the rest;
+// - the plans of all ranks that share the GPU, each with what the driver keeps for a process, are within its memory.
+//   This asks nothing of what is in use, so all ranks come to the same verdict, but for what the driver keeps: that is
+//   at most what this process finds in use.
+// What others than the job hold cannot be told from what sisters hold. At least theirs is what is in use beyond all
+// that this process and its sisters could have taken by now; a setting is said to fit when all ranks fit beside that.
+// A spare starts once the ranks have their memory, so they never make room for it: it needs its own plan to be free,
+// and what is said of settings counts it beside them.
 Status check_device_memory(const RunConfig& config, int world_size, const runtime::Backend& backend,
-                           int64_t taken_bytes);
+                           int64_t taken_bytes, const DeviceSharers& sharers);
 
 // Snapshot slots are the first allocations in a rank's heap, made alike by its worker and its agent. A slot holds
 // what state_layout() says of the state of one step; its last bytes are the step's notes.

@@ -118,7 +118,8 @@ TEST(NearestFitTest, ChangesAsLittleAsIsEnough) {
 // A GPU with so much memory, whose kernels need what the CPU's do.
 class SmallGpu final : public runtime::Backend {
  public:
-  explicit SmallGpu(int64_t bytes) : bytes_(bytes) {}
+  explicit SmallGpu(int64_t bytes) : SmallGpu(bytes, 2 * bytes) {}
+  SmallGpu(int64_t free_bytes, int64_t total_bytes) : memory_{total_bytes, free_bytes} {}
   runtime::DeviceKind kind() const override { return runtime::DeviceKind::kCuda; }
   std::string description() const override { return "small"; }
   const kernels::KernelTable& kernels() const override { return kernels::cpu::kernels(); }
@@ -130,18 +131,19 @@ class SmallGpu final : public runtime::Backend {
   }
   Status copy(void*, const void*, int64_t, runtime::Stream&) override { return internal_error("only asked"); }
   Status zero(void*, int64_t, runtime::Stream&) override { return internal_error("only asked"); }
-  Result<runtime::DeviceMemory> memory() const override { return runtime::DeviceMemory{2 * bytes_, bytes_}; }
+  Result<runtime::DeviceMemory> memory() const override { return memory_; }
 
  private:
-  int64_t bytes_;
+  const runtime::DeviceMemory memory_;
 };
 
 TEST(DeviceMemoryTest, ARunThatDoesNotFitIsRefusedAndWhatWouldFitIsNamed) {
   const RunConfig c = with_batch(llama(4, 512, 8, 8, 1024, 8192), 128, 4);
   const int64_t needed = plan_memory(c, 1, PlanDevice{.kernels = &kernels::cpu::kernels()}).device_bytes();
-  EXPECT_TRUE(check_device_memory(c, 1, SmallGpu(needed), 0).ok());
-  EXPECT_TRUE(check_device_memory(c, 1, SmallGpu(needed / 2), needed / 2 + 1).ok()) << "half of it is taken already";
-  const Status status = check_device_memory(c, 1, SmallGpu(needed - (3 << 20)), 0);
+  EXPECT_TRUE(check_device_memory(c, 1, SmallGpu(needed), 0, {}).ok());
+  EXPECT_TRUE(check_device_memory(c, 1, SmallGpu(needed / 2), needed / 2 + 1, {}).ok())
+      << "half of it is taken already";
+  const Status status = check_device_memory(c, 1, SmallGpu(needed - (3 << 20)), 0, {});
   EXPECT_EQ(status.code(), StatusCode::kResourceExhausted);
   EXPECT_THAT(status.message(), HasSubstr("3.00 MiB too much"));
   EXPECT_THAT(status.message(), HasSubstr("would fit"));
@@ -150,8 +152,71 @@ TEST(DeviceMemoryTest, ARunThatDoesNotFitIsRefusedAndWhatWouldFitIsNamed) {
   on_four.training.recompute = "block";
   const SmallGpu any(0);
   const int64_t whole = plan_memory(on_four, 4, &any).device_bytes();
-  EXPECT_THAT(check_device_memory(on_four, 4, SmallGpu(whole * 3 / 4), 0).message(),
+  EXPECT_THAT(check_device_memory(on_four, 4, SmallGpu(whole * 3 / 4), 0, {}).message(),
               HasSubstr("parallelism.mode = \"zero"));
+}
+
+TEST(DeviceMemoryTest, RanksTakeTheGpusOfAHostInTurn) {
+  for (const int rank : {0, 1, 3, 4, 6, 7}) EXPECT_EQ(ranks_on_device(rank, 8, 3), 3) << rank;
+  for (const int rank : {2, 5}) EXPECT_EQ(ranks_on_device(rank, 8, 3), 2) << rank;
+  EXPECT_EQ(ranks_on_device(1, 2, 8), 1);
+  EXPECT_EQ(ranks_on_device(1, 2, 1), 2);
+}
+
+// Four ranks on one GPU, which arrive one after the other or all at once.
+class SharedDeviceTest : public testing::Test {
+ protected:
+  static constexpr int64_t kMiB = 1 << 20;
+  static constexpr int64_t kContext = 512 * kMiB;
+
+  // With so much in use when this process asks, of which its own context is a part.
+  Status check(int64_t in_use, int64_t total, const DeviceSharers& sharers = {.num_ranks = 4}) const {
+    return check_device_memory(config_, 4, SmallGpu(total - in_use, total), 0, sharers);
+  }
+
+  const SmallGpu any_{0};
+  const RunConfig config_ = with_batch(llama(8, 1024, 16, 16, 4096, 8192), 128, 8);
+  const int64_t plan_ = plan_memory(config_, 4, &any_).device_bytes();
+  const int64_t rank_ = plan_ + kContext;
+  const int64_t all_ = 4 * rank_;
+};
+
+TEST_F(SharedDeviceTest, WhatSistersHaveTakenIsNotCountedTwice) {
+  for (int before = 0; before < 4; ++before) {
+    EXPECT_TRUE(check(before * rank_ + kContext, all_).ok()) << before << " ranks have their memory";
+  }
+  EXPECT_TRUE(check(4 * kContext, all_).ok()) << "all at once";
+}
+
+TEST_F(SharedDeviceTest, TheFirstIsRefusedWhereTheLastWouldFindTooLittle) {
+  const int64_t total = all_ - 3 * kMiB;
+  for (int before = 0; before < 4; ++before) {
+    const Status status = check(before * rank_ + kContext, total);
+    EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << before << " ranks have their memory";
+    EXPECT_THAT(status.message(), HasSubstr("4 ranks share this GPU"));
+    EXPECT_THAT(status.message(), HasSubstr("others hold at least 0.00 MiB: 3.00 MiB too much"));
+    EXPECT_THAT(status.message(), HasSubstr("training.recompute = \"norms_and_activations\" would fit"));
+  }
+  EXPECT_TRUE(check(kContext, total, {.num_ranks = 3}).ok());
+  EXPECT_TRUE(check(kContext, total, {}).ok()) << "a GPU of its own";
+}
+
+TEST_F(SharedDeviceTest, MemoryOfOthersIsCountedBesideThatOfSisters) {
+  const int64_t total = all_ + 100 * kMiB;
+  EXPECT_TRUE(check(3 * rank_ + kContext + 100 * kMiB, total).ok());
+  EXPECT_THAT(check(3 * rank_ + kContext + 105 * kMiB, total).message(),
+              HasSubstr("others hold at least 105.00 MiB: 5.00 MiB too much"));
+}
+
+// Ranks do not make room for it, since they would train without it.
+TEST_F(SharedDeviceTest, ASpareIsRefusedBesideRanksThatAreNot) {
+  const DeviceSharers spare{.num_ranks = 4, .spare = true};
+  EXPECT_TRUE(check(all_ + kContext, all_ + rank_, spare).ok());
+  const Status status = check(all_ + kContext, all_ + rank_ - kMiB, spare);
+  EXPECT_THAT(status.message(), HasSubstr("4 ranks and a spare share this GPU"));
+  EXPECT_THAT(status.message(), HasSubstr("1.00 MiB too much"));
+  EXPECT_THAT(status.message(), HasSubstr("recovery.spares = 0"));
+  EXPECT_TRUE(check(kContext, all_ + rank_ - kMiB).ok());
 }
 
 }  // namespace
