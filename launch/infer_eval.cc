@@ -73,6 +73,10 @@ int run_eval(const EvalOptions& options) {
   const auto evaluator = runtime::PerplexityEvaluator::create(
       model.config(), {.dtype = model.dtype, .window = options.window == 0 ? model.trained_seq_len : options.window},
       *model.backend, *model.weights.access);
+  if (evaluator.status().code() == StatusCode::kResourceExhausted) {
+    return report_error(resource_exhausted(evaluator.status().message() + "; a smaller --window needs less"),
+                        kExitUsage);
+  }
   if (!evaluator.ok()) return report_error(evaluator.status(), kExitUsage);
   std::fprintf(stderr, "%s\nwindows of %s tokens, each from an empty context\n", model.description().c_str(),
                grouped((*evaluator)->window()).c_str());

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "launch/infer_commands.h"
+#include "launch/infer_memory.h"
 #include "launch/infer_model.h"
 #include "launch/infer_output.h"
 #include "launch/infer_prompts.h"
@@ -70,6 +71,7 @@ class Generation {
   int run();
 
  private:
+  int64_t longest_prompt() const;
   runtime::EngineOptions engine_options() const;
   OrderedOutput create_output() const;
   runtime::Request request(size_t index, OrderedOutput& output);
@@ -123,19 +125,26 @@ int Generation::allocate() {
                grouped(plan->num_kv_blocks).c_str(), grouped(options_.kv_block_tokens).c_str(),
                bytes_text(plan->activations + plan->inputs_and_logits).c_str());
   auto engine = Engine::create(model_->config(), engine_options(), *model_->backend, *model_->weights.access);
+  if (engine.status().code() == StatusCode::kResourceExhausted) {
+    const std::string would_fit = smaller_generation(
+        model_->config(), {engine_options(), longest_prompt(), options_.max_tokens}, *model_->backend);
+    return report_error(resource_exhausted(engine.status().message() + "; " + would_fit), kExitUsage);
+  }
   if (!engine.ok()) return report_error(engine.status(), kExitUsage);
   engine_ = std::move(engine).value();
   return kExitOk;
 }
 
+int64_t Generation::longest_prompt() const {
+  int64_t longest = 1;
+  for (const Prompt& prompt : prompts_) longest = std::max(longest, static_cast<int64_t>(prompt.ids.size()));
+  return longest;
+}
+
 // Blocks and positions that the continuations need, and no more.
 runtime::EngineOptions Generation::engine_options() const {
   const int64_t max_seq_len = model_->config().max_seq_len;
-  int64_t longest = 1;
-  for (const Continuation& continuation : continuations_) {
-    const int64_t prompt = static_cast<int64_t>(continuation.prompt->ids.size());
-    longest = std::max(longest, prompt + options_.max_tokens - 1);
-  }
+  const int64_t longest = longest_prompt() + options_.max_tokens - 1;
   runtime::EngineOptions engine;
   engine.dtype = model_->dtype;
   engine.max_batch = std::min<int64_t>(options_.max_batch, static_cast<int64_t>(continuations_.size()));

@@ -98,6 +98,9 @@ TEST_F(InferProgramTest, MessagesNameWhatIsWrongAndWhatIsAllowed) {
               HasSubstr("'two' at character 2 of the prompt is not a token id"));
   EXPECT_THAT(generate({"-p", "x", "--kv-block", "4", "--kv-blocks", "3", "-n", "20"}).err,
               HasSubstr("needs 5 kv_blocks of 4 tokens for 20 tokens, the pool has 3"));
+  const Outcome too_much = generate({"-p", "x", "--kv-blocks", "2000000000"});
+  EXPECT_EQ(too_much.code, 1);
+  EXPECT_THAT(too_much.err, HasSubstr("; --kv-blocks of at most "));
 }
 
 TEST_F(InferProgramTest, NoCheckpointIsExitCode1) {
