@@ -28,11 +28,12 @@ double estimate_step_s(const RunConfig& config, int64_t tokens, int64_t updated,
   const trace::StepWork work = trace::step_work(m, {.tokens = tokens,
                                                     .seq_len = config.training.seq_len,
                                                     .element_bytes = kernels::size_of(config.dtype()),
+                                                    .moment_bytes = kernels::size_of(config.optimizer.moments()),
                                                     .updated_parameters = updated});
-  const auto of = [&work](KernelFamily family) { return work[static_cast<size_t>(family)]; };
+  const auto of = [&work](KernelFamily family) { return work.of(family); };
   double products = of(KernelFamily::kGemm).flops, attention = of(KernelFamily::kAttention).flops, bytes = 0;
   for (size_t f = 0; f < trace::kNumFamilies; ++f)
-    bytes += f == static_cast<size_t>(KernelFamily::kOptimizer) ? 0 : work[f].bytes;
+    bytes += f == static_cast<size_t>(KernelFamily::kOptimizer) ? 0 : work.families[f].bytes;
 
   // Forward's part is a third of the products, but for the head's, two sevenths of attention, and less than half of the
   // rest.
@@ -50,8 +51,7 @@ double estimate_step_s(const RunConfig& config, int64_t tokens, int64_t updated,
                                 : config.training.seq_len >= 2048 ? rates.attention_flops_long
                                                                   : rates.attention_flops_short;
   const double moment_bytes = 2.0 * static_cast<double>(updated * kernels::size_of(config.optimizer.moments()));
-  const double narrower = 4.0 * static_cast<double>(updated * (4 - kernels::size_of(config.optimizer.moments())));
-  double update_s = (of(KernelFamily::kOptimizer).bytes - narrower) / rates.copy_bytes;
+  double update_s = of(KernelFamily::kOptimizer).bytes / rates.copy_bytes;
   if (config.optimizer.offload) update_s = std::max(update_s, moment_bytes / rates.host_bytes * rates.reached);
   return (products / rates.product_flops + attention / attention_rate + bytes / rates.copy_bytes + update_s) /
          rates.reached;

@@ -149,9 +149,9 @@ Status TrainerImpl::build() {
                                             {.num_ranks = num_ranks, .spare = environment_.warm_up}));
     begin_tuning();
   }
-  tracer_ = create_tracer();
   state_layout_ =
       state_layout(config_, runtime::ParamTable::build(config_.model), environment_.rank, environment_.world_size);
+  tracer_ = create_tracer();
   plan_ = plan_memory(config_, environment_.world_size, backend_.get());
   KTG_ASSIGN_OR_RETURN(stream_, backend_->create_stream());
   KTG_ASSIGN_OR_RETURN(update_stream_, backend_->create_stream());

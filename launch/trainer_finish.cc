@@ -103,11 +103,18 @@ StepTimes TrainerImpl::step_times() {
 }
 
 std::unique_ptr<StepTracer> TrainerImpl::create_tracer() const {
-  const int64_t tokens = layout_.share() * config_.training.seq_len;
-  const trace::StepShape shape{.tokens = tokens,
+  const auto table = runtime::ParamTable::build(config_.model);
+  const int64_t rows = parallel::DataParallel::marked_rows(table, config_.parallelism, environment_.world_size);
+  int64_t updated = 0;
+  for (const runtime::StateRange& range : state_layout_.held) updated += range.count;
+  const trace::StepShape shape{.tokens = layout_.share() * config_.training.seq_len,
                                .seq_len = config_.training.seq_len,
+                               .tokens_per_call = layout_.micro_batch * config_.training.seq_len,
                                .element_bytes = kernels::size_of(config_.dtype()),
-                               .updated_parameters = runtime::ParamTable::build(config_.model).total_length()};
+                               .moment_bytes = kernels::size_of(config_.optimizer.moments()),
+                               .updated_parameters = updated,
+                               .marked_parameters = rows * config_.model.dim,
+                               .documents = config_.separates_documents()};
   return std::make_unique<StepTracer>(
       StepTracerOptions{.rank = environment_.rank,
                         .out_dir = environment_.out_dir,

@@ -20,11 +20,9 @@ OwnedUpdate whole_update(const runtime::ParamTable& table, const MomentsOptions&
 // A table with fewer rows has a token in most of them.
 constexpr int64_t kFewestRows = 4096;
 
-// See DataParallel::gradient(). 0: all rows are written.
+// See DataParallel::gradient().
 int64_t used_rows_bytes(const runtime::ParamTable& table, const DataParallelOptions& options) {
-  const std::vector<int64_t>& shape = table.token_table().shape;
-  const bool apart = options.world_size == 1 && !options.config.fixed_order() && !table.tied();
-  return apart && shape[0] >= kFewestRows && shape[1] % 4 == 0 ? shape[0] * static_cast<int64_t>(sizeof(int32_t)) : 0;
+  return DataParallel::marked_rows(table, options.config, options.world_size) * static_cast<int64_t>(sizeof(int32_t));
 }
 
 GradientStack plan_stack(const DataParallelOptions& options) {
@@ -39,6 +37,12 @@ std::unique_ptr<Vote> create_vote(const runtime::ParamTable& table, const DataPa
 }
 
 }  // namespace
+
+int64_t DataParallel::marked_rows(const runtime::ParamTable& table, const ParallelConfig& config, int world_size) {
+  const std::vector<int64_t>& shape = table.token_table().shape;
+  const bool apart = world_size == 1 && !config.sharded() && !config.fixed_order() && !table.tied();
+  return apart && shape[0] >= kFewestRows && shape[1] % 4 == 0 ? shape[0] : 0;
+}
 
 DataParallel::DataParallel(const runtime::ParamTable& table, const DataParallelOptions& options,
                            runtime::Backend& backend)

@@ -43,6 +43,9 @@ class DataParallel final : public ParallelMode {
   // Device memory that create() takes beside the heap and the compute copy.
   static int64_t device_bytes(const runtime::ParamTable& table, const DataParallelOptions& options);
 
+  // Rows of the token table of which gradient() marks those with a token; 0: all are written.
+  static int64_t marked_rows(const runtime::ParamTable& table, const ParallelConfig& config, int world_size);
+
   // The reduced gradient. With one rank, which no other adds its own to, rows of the token table that no token of the
   // step named are never written, and count as zeros; not where the table is tied or virtual shards are added up.
   kernels::Gradient gradient() const;

@@ -24,7 +24,7 @@ constexpr Rule kRules[] = {
     {"cross_entropy", KernelFamily::kCrossEntropy},
     {"adamw", KernelFamily::kOptimizer},
     {"optimizer", KernelFamily::kOptimizer},
-    {"sum_squares", KernelFamily::kOptimizer},
+    {"squares", KernelFamily::kOptimizer},
     {"vote", KernelFamily::kOptimizer},
     {"sdpa", KernelFamily::kAttention},
     {"flash", KernelFamily::kAttention},
@@ -79,6 +79,70 @@ int64_t covered_ns(const std::vector<std::pair<int64_t, int64_t>>& intervals) {
 
 double ms(int64_t ns) { return static_cast<double>(ns) * 1e-6; }
 
+double bound_ms(const Work& work, const DevicePeaks& peaks) {
+  return std::max(peaks.flops_per_s > 0 ? 1e3 * work.flops / peaks.flops_per_s : 0,
+                  peaks.bytes_per_s > 0 ? 1e3 * work.bytes / peaks.bytes_per_s : 0);
+}
+
+// Of a call of the kernel; null: not known.
+const Work* work_of(const StepWork& work, const std::string& short_name) {
+  const std::string name = lower(short_name);
+  for (const CallWork& call : work.calls) {
+    if (name.find(call.word) != std::string::npos) return &call.work;
+  }
+  return nullptr;
+}
+
+// What products may do along with their own work has no share of the step that is its own.
+bool counts_by_calls(KernelFamily family) {
+  return family == KernelFamily::kRope || family == KernelFamily::kActivation;
+}
+
+// Fills in the bounds; `kernels`: all of a step.
+void bound(DeviceProfile& out, std::span<KernelTotal* const> kernels, const StepWork& work, const DevicePeaks& peaks) {
+  struct Kernels {
+    int64_t all = 0, bounded = 0;
+    double sum_ms = 0;
+  };
+  std::array<Kernels, kNumFamilies> known{};
+  for (KernelTotal* k : kernels) {
+    if (const Work* call = work_of(work, k->name)) k->bound_ms = k->calls * bound_ms(*call, peaks);
+    Kernels& of = known[static_cast<size_t>(k->family)];
+    of.all += 1;
+    of.bounded += k->bound_ms > 0 ? 1 : 0;
+    of.sum_ms += k->bound_ms;
+  }
+  for (size_t i = 0; i < kNumFamilies; ++i) {
+    const bool by_calls = counts_by_calls(static_cast<KernelFamily>(i)) && known[i].bounded == known[i].all;
+    out.families[i].bound_ms = by_calls ? known[i].sum_ms : bound_ms(work.families[i], peaks);
+  }
+  for (KernelTotal* k : kernels) {
+    const auto family = static_cast<size_t>(k->family);
+    if (k->bound_ms == 0 && known[family].all == 1) k->bound_ms = out.families[family].bound_ms;
+  }
+}
+
+std::vector<CallWork> call_work(const runtime::ModelConfig& c, const StepShape& shape) {
+  const auto d = [](int64_t x) { return static_cast<double>(x); };
+  const double N = d(shape.tokens_per_call == 0 ? shape.tokens : shape.tokens_per_call), e = d(shape.element_bytes);
+  const double C = d(c.dim), F = d(c.ffn_dim);
+  const double HD = d(c.num_heads * c.head_size()), KD = d(c.kv_heads() * c.head_size());
+  std::vector<CallWork> out{
+      {"rotate_kernel", {.bytes = 2 * N * (HD + KD) * e}},  {"swiglu_forward_kernel", {.bytes = N * 3 * F * e}},
+      {"swiglu_backward_kernel", {.bytes = N * 5 * F * e}}, {"geluforward", {.bytes = N * 2 * F * e}},
+      {"gelubackward", {.bytes = N * 3 * F * e}},           {"swiglutile<false", {.flops = 2 * N * 2 * F * C}},
+      {"swiglutile<true", {.flops = 2 * N * F * C}},        {"rotarytile", {.flops = 2 * N * (HD + 2 * KD) * C}}};
+  if (shape.documents) return out;
+  // Ours come to the gradients of q, and of k and v, each by itself: scores and their gradients are made twice.
+  const double product = 2 * N * d(shape.seq_len) * HD / 2;
+  out.push_back({"flash_fprop", {.flops = 2 * product}});
+  out.push_back({"flash_bprop", {.flops = 5 * product}});
+  out.push_back({"(attentionpart)0", {.flops = 2 * product}});
+  out.push_back({"(attentionpart)1", {.flops = 3 * product}});
+  out.push_back({"(attentionpart)2", {.flops = 4 * product}});
+  return out;
+}
+
 }  // namespace
 
 const char* to_string(KernelFamily family) {
@@ -127,20 +191,27 @@ StepWork step_work(const runtime::ModelConfig& c, const StepShape& shape) {
   const double HD = d(c.num_heads * c.head_size()), KD = d(c.kv_heads() * c.head_size());
   const double up = c.is_gpt2() ? F : 2 * F;
   const double matrices = L * ((HD + 2 * KD) * C + HD * C + up * C + F * C) + V * C;
-  StepWork work;
-  const auto of = [&work](KernelFamily family) -> Work& { return work[static_cast<size_t>(family)]; };
+  StepWork work{};
+  const auto of = [&work](KernelFamily family) -> Work& { return work.families[static_cast<size_t>(family)]; };
   of(KernelFamily::kGemm).flops = 6 * N * matrices;
-  of(KernelFamily::kAttention).flops = L * 7 * 2 * N * T * HD / 2;
+  if (!shape.documents) of(KernelFamily::kAttention).flops = L * 7 * 2 * N * T * HD / 2;
   // Forward: branch and residual in, stream and y out. Backward: dy, stream and its gradient in, its gradient out. The
   // first norm of all has no branch to add, the last one's stream no gradient yet.
   of(KernelFamily::kNorm).bytes = N * C * e * (8 * (2 * L + 1) - 3);
+  // Of q's and k's heads. Forward: in and out. Backward: dy and x in, dx out.
+  if (c.qk_norm) of(KernelFamily::kNorm).bytes += L * 5 * N * (HD + KD) * e;
   if (!c.is_gpt2()) of(KernelFamily::kRope).bytes = L * 2 * 2 * N * (HD + KD) * e;
   // Forward: what the matrix gave in, F out. Backward: both in, the former's gradient out.
   of(KernelFamily::kActivation).bytes = L * N * e * (up + F + F + up + up);
   of(KernelFamily::kCrossEntropy).bytes = 2 * N * V * e;  // logits in, their gradient out
-  of(KernelFamily::kEmbedding).bytes = 3 * N * C * e + 4 * V * C;
+  // Forward: rows out. Backward: their gradients in, and the whole table out where nothing has written it before.
+  const bool all_rows = !c.tied_embedding && shape.marked_parameters == 0;
+  of(KernelFamily::kEmbedding).bytes = 2 * N * C * e + (all_rows ? 4 * V * C : 0);
   // AdamW: gradient, weight and two moments in, the latter three out, and the copy in the compute type. Norm: one read.
-  of(KernelFamily::kOptimizer).bytes = d(shape.updated_parameters) * (28 + (e == 4 ? 0 : e) + 4);
+  of(KernelFamily::kOptimizer).bytes =
+      d(shape.updated_parameters) * (4 + 8 + 4 * d(shape.moment_bytes) + (e == 4 ? 0 : e) + 4) -
+      d(shape.marked_parameters) * (4 + 4);
+  work.calls = call_work(c, shape);
   return work;
 }
 
@@ -167,7 +238,7 @@ DeviceProfile profile(std::span<const DeviceActivity> activities, const StepWork
     FamilyProfile& f = out.families[static_cast<size_t>(family)];
     f.ms += ms(a.end_ns - a.begin_ns);
     f.kernels += 1;
-    KernelTotal& total = kernels.try_emplace(name, KernelTotal{name, family, 0, 0}).first->second;
+    KernelTotal& total = kernels.try_emplace(name, KernelTotal{.name = name, .family = family}).first->second;
     total.ms += ms(a.end_ns - a.begin_ns);
     total.calls += 1;
   }
@@ -186,14 +257,15 @@ DeviceProfile profile(std::span<const DeviceActivity> activities, const StepWork
     FamilyProfile& f = out.families[i];
     f.ms /= n;
     f.kernels /= n;
-    if (peaks.flops_per_s > 0) f.bound_ms = 1e3 * work[i].flops / peaks.flops_per_s;
-    if (peaks.bytes_per_s > 0) f.bound_ms = std::max(f.bound_ms, 1e3 * work[i].bytes / peaks.bytes_per_s);
   }
+  std::vector<KernelTotal*> totals;
   for (auto& [name, total] : kernels) {
     total.ms /= n;
     total.calls /= n;
-    out.top.push_back(std::move(total));
+    totals.push_back(&total);
   }
+  bound(out, totals, work, peaks);
+  for (KernelTotal* total : totals) out.top.push_back(std::move(*total));
   std::sort(out.top.begin(), out.top.end(), [](const auto& a, const auto& b) { return a.ms > b.ms; });
   constexpr size_t kTop = 12;
   if (out.top.size() > kTop) out.top.resize(kTop);
@@ -220,7 +292,11 @@ std::string to_string(const DeviceProfile& p) {
     if (f.bound_ms > 0) out += fmt::format("{:>12.3f}{:>10.1f}", f.bound_ms, 100 * f.bound_ms / f.ms);
     out += "\n";
   }
-  for (const KernelTotal& k : p.top) out += fmt::format("  {:>10.3f} ms {:>7.1f} x  {}\n", k.ms, k.calls, k.name);
+  if (!p.top.empty()) out += fmt::format("  {:>10}{:>10}{:>10}  kernel\n", "ms", "calls", "% of bound");
+  for (const KernelTotal& k : p.top) {
+    const std::string percent = k.bound_ms > 0 ? fmt::format("{:.1f}", 100 * k.bound_ms / k.ms) : "";
+    out += fmt::format("  {:>10.3f}{:>10.1f}{:>10}  {}\n", k.ms, k.calls, percent, k.name);
+  }
   return out;
 }
 
@@ -241,7 +317,7 @@ std::string to_json(const DeviceProfile& p) {
         {"ms", f.ms}, {"kernels", f.kernels}, {"bound_ms", f.bound_ms}};
   }
   for (const KernelTotal& k : p.top) {
-    out["kernels_by_time"].push_back({{"name", k.name}, {"ms", k.ms}, {"calls", k.calls}});
+    out["kernels_by_time"].push_back({{"name", k.name}, {"ms", k.ms}, {"calls", k.calls}, {"bound_ms", k.bound_ms}});
   }
   return out.dump();
 }

@@ -36,34 +36,52 @@ KernelFamily family_of(std::string_view kernel_name);
 // "rms_norm_forward_kernel<bf16>" of a mangled name: no namespaces, no parameters, at most 80 characters.
 std::string short_name(std::string_view kernel_name);
 
-// The least that a step must do of each family; what is zero has no bound.
+// What must be done at least; what is zero has no bound.
 struct Work {
   double flops = 0;
   double bytes = 0;
 };
-using StepWork = std::array<Work, kNumFamilies>;
+// One call of a kernel whose name (demangled, in small letters) holds `word`.
+struct CallWork {
+  std::string_view word;  // of static life
+  Work work;
+};
+struct StepWork {
+  std::array<Work, kNumFamilies> families;
+  std::vector<CallWork> calls;
+  const Work& of(KernelFamily family) const { return families[static_cast<size_t>(family)]; }
+};
 
 struct StepShape {
   int64_t tokens = 0;  // of this rank and step
   int64_t seq_len = 0;
+  int64_t tokens_per_call = 0;     // of one forward and backward; 0: all
   int64_t element_bytes = 2;       // of activations and matrix operands
+  int64_t moment_bytes = 4;        // of an element of each
   int64_t updated_parameters = 0;  // that this rank updates
+  int64_t marked_parameters = 0;   // of them, in a table of which only rows with a token have a gradient
+  bool documents = false;          // attention ends at their borders: its work is the data's affair
 };
 // Of forward, backward, norm and update as design and kernels have them: matrix products 6 FLOPs a weight and token;
 // causal attention counts half of the T x T square, 2 products forward and 5 backward; of everything else each input is
-// read once and each output written once. Work done twice (recomputed activations) does not count twice.
+// read once and each output written once. Work done twice (recomputed activations) does not count twice, and which rows
+// of the token table are read, or added to, is the data's affair. A call's work is known where a kernel's name says
+// what it computes: our kernels', and cuDNN's of attention. Of the library's products it is not: one name serves
+// several.
 StepWork step_work(const runtime::ModelConfig& config, const StepShape& shape);
 
 struct FamilyProfile {
   double ms = 0;        // a step, summed over its kernels
   double kernels = 0;   // a step
-  double bound_ms = 0;  // its work at the device's peaks; 0: not known
+  double bound_ms = 0;  // its work at the device's peaks; 0: not known. RoPE and activations count by their kernels'
+                        // calls where all have a bound: often they are part of a product, and no work of their own
 };
 
 struct KernelTotal {
   std::string name;  // short
   KernelFamily family;
   double ms = 0, calls = 0;  // a step
+  double bound_ms = 0;       // of its calls, or its family's where it is the only one; 0: not known
 };
 
 struct DeviceProfile {
