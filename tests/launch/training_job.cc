@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "launch/memory_plan.h"
+#include "launch/tuning_file.h"
 #include "runtime/base/file_system.h"
 
 namespace kintsugi::launch {
@@ -194,6 +195,7 @@ WorkerEnvironment TrainingJob::environment(int rank) {
     }
     return world->join(rank, groups, config_.comm, stop);
   };
+  if (change_) change_(environment);
   return environment;
 }
 
@@ -295,7 +297,7 @@ Status TrainingJob::snapshot_ready(int rank, int64_t step, int64_t cursor, void*
   meta.run_id = "run";
   meta.config_toml = config_.to_toml();
   meta.model = config_.model;
-  meta.extra_json = to_json(snapshot_notes(slot, plan_memory(config_, world_size_)));
+  meta.extra_json = to_json(snapshot_notes(slot, plan_memory(config_, world_size_)), read_tuning(out_dir_));
   KTG_ASSIGN_OR_RETURN(const std::string partial, checkpoint::begin_checkpoint(fs, checkpoint_dir_, step, "a"));
   std::vector<checkpoint::ShardRecord> records;
   for (const auto& [r, values] : shards) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -50,7 +51,7 @@ class TrainingJob {
   ~TrainingJob();
   // Saves each complete snapshot below this folder, as the agents' writers do.
   void save_checkpoints(const std::string& dir) { checkpoint_dir_ = dir; }
-  // Where traces go; without it none are written.
+  // Where traces and chosen algorithms go; without it none are written.
   void write_to(const std::string& out_dir) { out_dir_ = out_dir; }
   // The first generation loads this step folder.
   void resume_from(const std::string& step_dir, int64_t step) { resume_ = {.step = step, .dir = step_dir}; }
@@ -59,6 +60,8 @@ class TrainingJob {
   // Deaths of other ranks wait for one of this rank's to begin, which ends after one of theirs has stopped the
   // generation.
   void die_second(int rank) { dies_second_ = rank; }
+  // Has the last word on each rank's environment, once an incarnation.
+  void change_environment(std::function<void(WorkerEnvironment&)> change) { change_ = std::move(change); }
   Outcome run();
 
  private:
@@ -74,6 +77,7 @@ class TrainingJob {
   const RunConfig config_;
   const int world_size_;
   std::string checkpoint_dir_, out_dir_;
+  std::function<void(WorkerEnvironment&)> change_;
   CheckpointRef resume_;
   int stop_rank_ = -1, dies_second_ = -1;
   int64_t stop_step_ = 0;
