@@ -51,7 +51,8 @@ struct AttentionKernels {
   // Builds what calls of exactly this shape need the first time, so that none of them does: on the device about 0.1 s a
   // shape, whose calls can then be recorded into a graph; nothing elsewhere. Blocks.
   KernelError (*prepare)(const AttentionShape& shape, DType dtype, bool with_backward);
-  // What serves the shape, for banners and reports: "cuDNN 9.14.0", "plain (why not the faster one)". After prepare().
+  // What serves the shape, for banners and reports: "our own", "cuDNN 9.14.0", "plain (why not the faster one)".
+  // What cuDNN refuses is known after prepare() or the first call.
   // The text stays for the life of the process.
   const char* (*library)(const AttentionShape& shape, DType dtype);
 };

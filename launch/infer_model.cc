@@ -8,6 +8,7 @@
 
 #include "launch/run_config.h"
 #include "runtime/cuda/cuda_backend.h"
+#include "runtime/model/transformer.h"
 
 namespace kintsugi::launch {
 namespace {
@@ -139,9 +140,13 @@ Result<std::unique_ptr<InferenceModel>> load_model(FileSystem& fs, const Inferen
 
 std::string InferenceModel::description() const {
   const runtime::ModelConfig& model = config();
-  return fmt::format("step {} of {}: {}, {} layers, {} parameters, vocabulary {}, {}; {}", checkpoint.meta.step,
-                     checkpoint.dir, model.family, model.num_layers, grouped(params->num_parameters()),
-                     grouped(model.vocab_size), kernels::name_of(dtype), backend->description());
+  std::string text = fmt::format("step {} of {}: {}, {} layers, {} parameters, vocabulary {}, {}; {}",
+                                 checkpoint.meta.step, checkpoint.dir, model.family, model.num_layers,
+                                 grouped(params->num_parameters()), grouped(model.vocab_size), kernels::name_of(dtype),
+                                 backend->description());
+  if (!backend->asynchronous()) return text;
+  const kernels::AttentionShape shape = runtime::attention_shape(model, {}, 1, model.max_seq_len);
+  return text + ", attention: " + backend->kernels().attention->library(shape, dtype);
 }
 
 void print_notes(const std::vector<std::string>& notes) {

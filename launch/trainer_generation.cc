@@ -105,7 +105,8 @@ Status TrainerImpl::join_devices() {
     parallel_->set_communicators(parallel::bind_communicators(device_communicators_));
   }
   if (environment_.rank != 0 || std::exchange(plan_printed_, true)) return ok_status();
-  std::string message = fmt::format("{}\n{}", backend_->description(), plan_.to_string());
+  const char* const attention = backend_->kernels().attention->library(attention_shape(), config_.dtype());
+  std::string message = fmt::format("{}, attention: {}\n{}", backend_->description(), attention, plan_.to_string());
   if (device_communicator_) message += exchange_note_;
   return environment_.link->publish("log", message);
 }

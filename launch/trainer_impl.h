@@ -95,6 +95,7 @@ class TrainerImpl final : public Trainer {
   void begin_tuning();  // what takes longest, while the process goes on
   Status prepare_tuning(const runtime::Buffer& scratch);
   bool chooses_tuning() const;
+  kernels::AttentionShape attention_shape() const;
   runtime::Backend::TunedWork tuned_work() const;
   std::string tuning_cache_name() const;
   std::string cached_tuning() const;

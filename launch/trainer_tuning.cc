@@ -43,19 +43,24 @@ std::string TrainerImpl::cached_tuning() const {
   return name.empty() ? "" : read_or_empty(environment_.cache_dir, name);
 }
 
-runtime::Backend::TunedWork TrainerImpl::tuned_work() const {
+// With documents, two pointers of which only that they are not null matters.
+kernels::AttentionShape TrainerImpl::attention_shape() const {
   const int64_t B = layout_.micro_batch, T = config_.training.seq_len;
-  runtime::Backend::TunedWork work{.layers = {}, .attention = {}, .thorough = config_.training.tune_thoroughly};
-  work.layers = runtime::linear_layers(config_.model, config_.dtype(), B * T,
-                                       !layout_.fixed_order() && layout_.num_micro_steps > 1);
-  if (config_.dtype() != kernels::DType::kBF16) return work;
   kernels::AttentionShape shape = runtime::attention_shape(config_.model, config_.transformer_options(B * T), B, T);
   static constexpr int32_t kNobodyReadsThis = 0;
   if (config_.separates_documents()) {
     shape.document_starts = &kNobodyReadsThis;
     shape.document_mask = &kNobodyReadsThis;
   }
-  work.attention.push_back(shape);
+  return shape;
+}
+
+runtime::Backend::TunedWork TrainerImpl::tuned_work() const {
+  const int64_t rows = layout_.micro_batch * config_.training.seq_len;
+  runtime::Backend::TunedWork work{.layers = {}, .attention = {}, .thorough = config_.training.tune_thoroughly};
+  work.layers = runtime::linear_layers(config_.model, config_.dtype(), rows,
+                                       !layout_.fixed_order() && layout_.num_micro_steps > 1);
+  if (config_.dtype() == kernels::DType::kBF16) work.attention.push_back(attention_shape());
   return work;
 }
 

@@ -36,8 +36,7 @@ KernelError forward(void* o, float* lse, const void* q, const void* k, const voi
   if (hopper_attention_applies(shape, dtype) && aligned({o, q, k, v})) {
     return hopper_attention_forward(o, lse, q, k, v, shape, stream);
   }
-  const AttentionPass pass = lse != nullptr ? AttentionPass::kForwardWithLse : AttentionPass::kForward;
-  if (cudnn_serves(shape, pass, dtype) && aligned({o, q, k, v})) {
+  if (cudnn_serves(shape, dtype) && aligned({o, q, k, v})) {
     const KernelError error = cudnn_attention_forward(o, lse, q, k, v, shape, stream);
     if (error != kNotSupported) return error;
   }
@@ -47,7 +46,7 @@ KernelError forward(void* o, float* lse, const void* q, const void* k, const voi
 KernelError turned_gradients(void* dq, void* dk, void* dv, const void* d_o, const void* o, const float* lse,
                              const void* q, const void* k, const void* v, const AttentionShape& shape, void* workspace,
                              DType dtype, StreamHandle stream) {
-  if (cudnn_serves(shape, AttentionPass::kBackward, dtype) && aligned({dq, dk, dv, d_o, o, q, k, v, workspace})) {
+  if (cudnn_serves(shape, dtype) && aligned({dq, dk, dv, d_o, o, q, k, v, workspace})) {
     const KernelError error = cudnn_attention_backward(dq, dk, dv, d_o, o, lse, q, k, v, shape, workspace, stream);
     if (error != kNotSupported) return error;
   }
@@ -70,7 +69,7 @@ int64_t backward_workspace_bytes(const AttentionShape& shape, DType dtype) {
   int64_t faster = 0;
   if (hopper_attention_applies(shape, dtype)) {
     faster = hopper_attention_workspace_bytes(shape);
-  } else if (cudnn_serves(shape, AttentionPass::kBackward, dtype)) {
+  } else if (cudnn_serves(shape, dtype)) {
     faster = cudnn_attention_workspace_bound(shape);
   }
   return std::max(plain_attention_workspace_bytes(shape), faster);
@@ -82,8 +81,7 @@ int64_t document_mask_bytes(const AttentionShape& shape, DType dtype) {
   AttentionShape packed = shape;
   packed.document_starts = &kNobodyReadsThis;
   packed.document_mask = &kNobodyReadsThis;
-  const bool served = cudnn_serves(packed, AttentionPass::kForwardWithLse, dtype);
-  return served ? cudnn_document_mask_bytes(shape) : 0;
+  return cudnn_serves(packed, dtype) ? cudnn_document_mask_bytes(shape) : 0;
 }
 
 KernelError write_document_mask(void* mask, const AttentionShape& shape, DType dtype, StreamHandle stream) {
@@ -94,11 +92,10 @@ KernelError write_document_mask(void* mask, const AttentionShape& shape, DType d
 
 KernelError prepare(const AttentionShape& shape, DType dtype, bool with_backward) {
   if (!valid(shape)) return cudaErrorInvalidValue;
-  if (shape.B == 0 || shape.T == 0) return kKernelOk;
+  if (shape.B == 0 || shape.T == 0 || !cudnn_serves(shape, dtype)) return kKernelOk;
   using enum AttentionPass;
   std::vector<AttentionPass> passes = {with_backward ? kForwardWithLse : kForward};
   if (with_backward) passes.push_back(kBackward);
-  std::erase_if(passes, [&](AttentionPass pass) { return !cudnn_serves(shape, pass, dtype); });
   for (const AttentionPass pass : passes) begin_cudnn_attention(shape, pass, /*compared=*/false);
   for (const AttentionPass pass : passes) {
     const KernelError error = cudnn_attention_prepare(shape, pass);
@@ -111,14 +108,14 @@ std::string library_text(const AttentionShape& shape, DType dtype) {
   if (hopper_attention_applies(shape, dtype)) return "our own";
   if (dtype != DType::kBF16) return "plain (cuDNN serves bf16 only)";
   if (shape.document_starts != nullptr && shape.document_mask == nullptr) return "plain (documents without a mask)";
-  if (!cudnn_serves(shape, AttentionPass::kForward, dtype))
-    return "plain (cuDNN wants head sizes and strides that are multiples of 8)";
+  if (!cudnn_serves(shape, dtype)) return "plain (cuDNN wants head sizes and strides that are multiples of 8)";
   std::string text = cudnn_version();
+  if (text.empty()) return "plain, which is slower (built without cuDNN: launch/setup.sh says how to get it)";
   for (const auto& [pass, name] : {std::pair{AttentionPass::kForwardWithLse, "forward"},
                                    {AttentionPass::kForward, "forward without lse"},
                                    {AttentionPass::kBackward, "backward"}}) {
     const std::string why = cudnn_attention_why_not(shape, pass);
-    if (!why.empty()) text += std::string(text.empty() ? "" : ", ") + name + " plain (" + why + ")";
+    if (!why.empty()) text += std::string(", ") + name + " plain (" + why + ")";
   }
   return text;
 }
@@ -132,7 +129,7 @@ const char* library(const AttentionShape& shape, DType dtype) {
 
 }  // namespace
 
-bool cudnn_serves(const AttentionShape& s, AttentionPass, DType dtype) {
+bool cudnn_serves(const AttentionShape& s, DType dtype) {
   if (hopper_attention_applies(s, dtype)) return false;
   return (s.document_starts == nullptr || s.document_mask != nullptr) && dtype == DType::kBF16 && s.D % 8 == 0 &&
          s.q_stride % 8 == 0 && s.k_stride % 8 == 0 && s.v_stride % 8 == 0 && s.o_stride % 8 == 0;

@@ -1,10 +1,10 @@
 #include "kernels/cuda/attention_cudnn.h"
 
 #include <algorithm>
+#include <exception>
 #include <map>
 #include <mutex>
 #include <optional>
-#include <stdexcept>
 #include <tuple>
 
 #include "kernels/cuda/attention_documents.h"
@@ -76,7 +76,7 @@ struct Cudnn {
   std::mutex mutex;    // of everything below, and of the handles while they are set to a stream; no build takes it
   CudnnHandle handle;  // of what is built by whoever needs it
   std::map<Key, Built> passes;
-  BackgroundBuilds<Key, Built> begun;
+  BackgroundBuilds<Key, std::optional<Built>> begun;  // nothing: a thread that had no device or no handle
   AttentionTable chosen;
 };
 
@@ -137,7 +137,8 @@ KernelError make_handle(Cudnn& c) {
 // here, and the reason found again if there is one.
 std::optional<Built> built_on_thread(Cudnn& c, const Key& key) {
   try {
-    return c.begun.take(key);
+    std::optional<std::optional<Built>> built = c.begun.take(key);
+    return built ? std::move(*built) : std::nullopt;
   } catch (const std::exception&) {
     return std::nullopt;
   }
@@ -248,18 +249,18 @@ void begin_cudnn_attention(const AttentionShape& shape, AttentionPass pass, bool
   if (c.passes.contains(key) || cublaslt_handle() == nullptr || cudaGetDevice(&device) != cudaSuccess) return;
   const std::string name = chosen_plan(c.chosen, key);
   const bool all = compared && name.empty() && may_compare(shape);
-  c.begun.begin(key, [=] {
+  c.begun.begin(key, [=]() -> std::optional<Built> {
     cudnnStatus_t status = CUDNN_STATUS_SUCCESS;
-    if (cudaSetDevice(device) != cudaSuccess) throw std::runtime_error("no device on this thread");
+    if (cudaSetDevice(device) != cudaSuccess) return std::nullopt;
     CudnnHandle handle = make_cudnn_handle(&status);
-    if (handle == nullptr) throw std::runtime_error(cudnnGetErrorString(status));
+    if (handle == nullptr) return std::nullopt;
     return build(shape, pass, all ? WantedPlans::kOfOneEngine : WantedPlans::kOne, name, std::move(handle));
   });
 }
 
-void wait_for_cudnn_attention() {
+bool wait_for_cudnn_attention(std::chrono::milliseconds limit) {
   const std::lock_guard lock(cudnn().mutex);
-  cudnn().begun.wait();
+  return cudnn().begun.wait(limit);
 }
 
 KernelError cudnn_attention_prepare(const AttentionShape& shape, AttentionPass pass) {
@@ -306,10 +307,10 @@ AttentionTable attention_table_here() { return {gemm_environment().gpu, static_c
 KernelError tune_attention(AttentionTable* table, const AttentionShape& s, void* scratch, int64_t scratch_bytes,
                            StreamHandle stream) {
   const auto round_up = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
-  const auto lacks = [&](AttentionPass pass) {
-    return cudnn_serves(s, pass, DType::kBF16) && table->find(problem_of(key_of(s, pass))) == nullptr;
-  };
-  if (!may_compare(s) || (!lacks(AttentionPass::kForwardWithLse) && !lacks(AttentionPass::kBackward))) return kKernelOk;
+  const auto lacks = [&](AttentionPass pass) { return table->find(problem_of(key_of(s, pass))) == nullptr; };
+  if (!may_compare(s) || !cudnn_serves(s, DType::kBF16) ||
+      (!lacks(AttentionPass::kForwardWithLse) && !lacks(AttentionPass::kBackward)))
+    return kKernelOk;
   const int64_t width = (s.H + 2 * s.K) * s.D, element = size_of(DType::kBF16);
   const int64_t qkv_bytes = round_up(s.B * s.T * width * element), o_bytes = round_up(s.B * s.T * s.o_stride * element),
                 lse_bytes = round_up(s.B * s.H * s.T * 4), workspace_bytes = cudnn_attention_workspace_bound(s);

@@ -5,6 +5,7 @@
 // kNotSupported. In a build without cuDNN (attention_no_cudnn.cc) they always do.
 #pragma once
 
+#include <chrono>
 #include <string>
 #include <vector>
 
@@ -15,15 +16,15 @@ namespace kintsugi::kernels::cuda {
 
 enum class AttentionPass : uint8_t { kForwardWithLse, kForward, kBackward };
 
-// Whether this pass of the shape is cuDNN's (attention.cc): where not, nothing of it is built, timed or run.
-bool cudnn_serves(const AttentionShape& shape, AttentionPass pass, DType dtype);
+// Whether the shape is cuDNN's (attention.cc): where not, nothing is built for it, timed or run.
+bool cudnn_serves(const AttentionShape& shape, DType dtype);
 
 // Begins to build the pass on a thread of its own and returns; whoever needs it first waits for it. `compared`: with
 // all the plans that tune_attention() compares, unless the table in use has chosen one. Of the shape's document_starts
 // and document_mask only whether they are null matters. Nothing before init_libraries().
 void begin_cudnn_attention(const AttentionShape& shape, AttentionPass pass, bool compared);
-// Until no thread builds: before the device is left.
-void wait_for_cudnn_attention();
+// Until no thread builds, before the device is left, or for so long; whether none builds.
+bool wait_for_cudnn_attention(std::chrono::milliseconds limit);
 
 // Built now, or waited for. kNotSupported: no graph serves the shape, and cudnn_attention_why_not() says why. Blocks;
 // allocates no device memory beyond the library's own, the first time.

@@ -1,5 +1,6 @@
-// Attention by kernels of our own, for heads of 64 and 128 elements: there the library's are far from what the tensor cores
-// could do. How: attention_tiles.cuh, attention_forward.cuh, attention_backward.cuh. Internal to kernels/cuda.
+// Attention by kernels of our own, for heads of 64 and 128 elements: faster there than the library's, but for its
+// backward pass at 128 where it need not repeat itself. How: attention_tiles.cuh, attention_forward.cuh,
+// attention_backward.cuh. Internal to kernels/cuda.
 #pragma once
 
 #include "kernels/attention.h"

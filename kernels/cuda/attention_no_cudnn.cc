@@ -6,7 +6,7 @@
 namespace kintsugi::kernels::cuda {
 
 void begin_cudnn_attention(const AttentionShape&, AttentionPass, bool) {}
-void wait_for_cudnn_attention() {}
+bool wait_for_cudnn_attention(std::chrono::milliseconds) { return true; }
 KernelError cudnn_attention_prepare(const AttentionShape&, AttentionPass) { return kNotSupported; }
 std::string cudnn_attention_why_not(const AttentionShape&, AttentionPass) { return "built without cuDNN"; }
 int64_t cudnn_attention_scratch_bytes(const AttentionShape&, AttentionPass) { return -1; }

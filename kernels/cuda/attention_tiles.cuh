@@ -84,7 +84,9 @@ struct AttentionTile {
   static constexpr uint32_t kStage = 2 * kTile + kFacts;
   static constexpr int kOwnBytes = kWarpgroups * (kSets * kKept + kResults) * static_cast<int>(kTile);
   static constexpr int kOtherBytes = 1024 + 8 * 6 + 16;  // to begin at a multiple, barriers, the item
-  static constexpr int kStages = std::min((232448 - kOwnBytes - kOtherBytes) / (static_cast<int>(kStage) + 16), 12);
+  // What fits, at most 12: far more steps than a copy takes.
+  static constexpr int kStages =
+      std::min((hopper::kMostSharedBytes - kOwnBytes - kOtherBytes) / (static_cast<int>(kStage) + 16), 12);
   static constexpr int kBarriers = 6 + 2 * kStages;
   static constexpr int kSharedBytes = kOwnBytes + kOtherBytes + kStages * (static_cast<int>(kStage) + 16);
 };

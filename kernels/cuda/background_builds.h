@@ -9,7 +9,6 @@
 #include <map>
 #include <optional>
 #include <system_error>
-#include <utility>
 
 namespace kintsugi::kernels::cuda {
 
@@ -36,12 +35,13 @@ class BackgroundBuilds {
     return node.mapped().get();
   }
 
-  // Until no thread runs. What they built, or threw, can still be taken.
-  void wait() {
-    for (auto& [key, build] : builds_) {
-      // One that has no thread has nothing to wait for.
-      if (build.wait_for(std::chrono::seconds(0)) != std::future_status::deferred) build.wait();
-    }
+  // Until no thread runs or the time is over; whether none runs. What they built, or threw, can still be taken.
+  bool wait(std::chrono::milliseconds limit) {
+    const auto end = std::chrono::steady_clock::now() + limit;
+    bool ended = true;
+    // One that has no thread has nothing to wait for.
+    for (auto& [key, build] : builds_) ended &= build.wait_until(end) != std::future_status::timeout;
+    return ended;
   }
 
  private:

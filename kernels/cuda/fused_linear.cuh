@@ -50,7 +50,7 @@ struct ProductTile {
   static constexpr int kBarriers = 2 * kStages + (kFeeds ? 2 * kSlots : 0);
   static constexpr int kSharedBytes = 1024 + kStages * kStageBytes + kSlots * kSlotBytes + 8 * kBarriers;
   static constexpr int kThreads = 384;
-  static_assert(kStageBytes % 1024 == 0 && kSlotBytes % 1024 == 0 && kSharedBytes <= 232448);
+  static_assert(kStageBytes % 1024 == 0 && kSlotBytes % 1024 == 0 && kSharedBytes <= hopper::kMostSharedBytes);
 };
 
 // Numbers of the barriers that meet() takes; 0 is __syncthreads'. Each + the warpgroup.

@@ -13,6 +13,8 @@
 
 namespace kintsugi::kernels::cuda::hopper {
 
+inline constexpr int kMostSharedBytes = 232448;  // of a thread block
+
 __device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 // ---- Barriers (8 bytes of shared memory). Phases alternate between parity 0, the first, and 1.

@@ -23,6 +23,7 @@
 namespace kintsugi::runtime {
 namespace {
 
+constexpr std::chrono::minutes kLongestBuild{1};
 constexpr int64_t kLargeHostBytes = int64_t{256} << 20;  // brought in by several threads
 
 std::string text_of(cudaError_t error) {
@@ -186,7 +187,9 @@ class CudaBackend final : public Backend {
   CudaBackend(int device, const cudaDeviceProp& properties)
       : device_(device), properties_(properties), table_(kernels::cuda::kernels()) {}
   // The process may end next, and must not leave the driver under a thread that builds.
-  ~CudaBackend() override { kernels::cuda::wait_for_cudnn_attention(); }
+  ~CudaBackend() override {
+    if (!kernels::cuda::wait_for_cudnn_attention(kLongestBuild)) log().warn("cuDNN still builds graphs of attention");
+  }
 
   DeviceKind kind() const override { return DeviceKind::kCuda; }
 
@@ -287,10 +290,9 @@ class CudaBackend final : public Backend {
     // A text that is of no use here is refused by those who need it.
     if (parse_attention_table(parts_of(known).second, &plans, &why)) (void)use_attention_table(plans, &why);
     for (const kernels::AttentionShape& shape : work.attention) {
+      if (!kernels::cuda::cudnn_serves(shape, kernels::DType::kBF16)) continue;
       for (const kernels::cuda::AttentionPass pass : {kForwardWithLse, kBackward}) {
-        if (kernels::cuda::cudnn_serves(shape, pass, kernels::DType::kBF16)) {
-          kernels::cuda::begin_cudnn_attention(shape, pass, /*compared=*/true);
-        }
+        kernels::cuda::begin_cudnn_attention(shape, pass, /*compared=*/true);
       }
     }
   }
@@ -439,8 +441,7 @@ Result<std::unique_ptr<Backend>> create_cuda_backend(const CudaBackendOptions& o
   }
   cudaDeviceProp properties;
   KTG_RETURN_IF_ERROR(status_of(cudaGetDeviceProperties(&properties, options.device), "properties of the GPU"));
-  KTG_RETURN_IF_ERROR(
-      check_compute_capability(options.device, properties.name, properties.major, properties.minor));
+  KTG_RETURN_IF_ERROR(check_compute_capability(options.device, properties.name, properties.major, properties.minor));
   int same_address = 0;
   KTG_RETURN_IF_ERROR(
       status_of(cudaDeviceGetAttribute(&same_address, cudaDevAttrCanUseHostPointerForRegisteredMem, options.device),

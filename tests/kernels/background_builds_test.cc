@@ -4,6 +4,7 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -16,6 +17,8 @@ namespace kintsugi::kernels::cuda {
 namespace {
 
 using Builds = BackgroundBuilds<int, std::unique_ptr<std::string>>;
+
+constexpr std::chrono::minutes kLong{1};
 
 // Holds builds until it is opened, and counts those that have begun.
 class Gate {
@@ -101,7 +104,7 @@ TEST(BackgroundBuildsTest, WhatABuildThrowsReachesWhoeverTakesIt) {
   Builds builds;
   builds.begin(1, []() -> std::unique_ptr<std::string> { throw std::runtime_error("no plan"); });
   builds.begin(2, [] { return text("two"); });
-  builds.wait();  // does not throw
+  EXPECT_TRUE(builds.wait(kLong));  // does not throw
   try {
     (void)builds.take(1);
     FAIL() << "want what the build threw";
@@ -128,14 +131,27 @@ TEST(BackgroundBuildsTest, DestructionAndWaitJoinWhatIsInFlight) {
       }
       gate.await_begun(2);
       opener = std::thread([&gate] { gate.open(); });
-      if (waits) builds.wait();
       if (waits) {
+        EXPECT_TRUE(builds.wait(kLong));
         EXPECT_EQ(ended, 2);
       }
     }
     EXPECT_EQ(ended, 2);
     opener.join();
   }
+}
+
+TEST(BackgroundBuildsTest, WaitingEndsWhenItsTimeIsOver) {
+  Gate gate;
+  Builds builds;
+  builds.begin(1, [&gate] {
+    gate.pass();
+    return text("one");
+  });
+  gate.await_begun(1);
+  EXPECT_FALSE(builds.wait(std::chrono::milliseconds(20)));
+  gate.open();
+  EXPECT_EQ(**builds.take(1), "one");
 }
 
 // Threads whose stacks no address space holds cannot be had.
@@ -174,7 +190,7 @@ TEST(BackgroundBuildsTest, WithoutAThreadTheBuildIsThatOfWhoeverTakesIt) {
     });
     builds.begin(2, [] { return text("nobody wants it"); });
   }
-  builds.wait();  // for nothing
+  EXPECT_TRUE(builds.wait(kLong));  // for nothing
   EXPECT_EQ(built_on, std::thread::id());
   EXPECT_EQ(**builds.take(1), "one");
   EXPECT_EQ(built_on, std::this_thread::get_id());
