@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -48,15 +49,17 @@ class Gate {
 
 std::unique_ptr<std::string> text(const std::string& s) { return std::make_unique<std::string>(s); }
 
+std::function<std::unique_ptr<std::string>()> once_open(Gate& gate, const std::string& s) {
+  return [&gate, s] {
+    gate.pass();
+    return text(s);
+  };
+}
+
 TEST(BackgroundBuildsTest, BuildsRunAtOnceAndAreTakenInAnyOrder) {
   Gate gate;
   Builds builds;
-  for (const int key : {1, 2, 3}) {
-    builds.begin(key, [&gate, key] {
-      gate.pass();
-      return text("built " + std::to_string(key));
-    });
-  }
+  for (const int key : {1, 2, 3}) builds.begin(key, once_open(gate, "built " + std::to_string(key)));
   gate.await_begun(3);  // none waits for another
   gate.open();
   for (const int key : {2, 3, 1}) {
@@ -69,10 +72,7 @@ TEST(BackgroundBuildsTest, BuildsRunAtOnceAndAreTakenInAnyOrder) {
 TEST(BackgroundBuildsTest, WhoeverTakesWaits) {
   Gate gate;
   Builds builds;
-  builds.begin(1, [&gate] {
-    gate.pass();
-    return text("one");
-  });
+  builds.begin(1, once_open(gate, "one"));
   std::atomic<bool> taken = false;
   std::thread taker([&] {
     const auto built = builds.take(1);
@@ -144,10 +144,7 @@ TEST(BackgroundBuildsTest, DestructionAndWaitJoinWhatIsInFlight) {
 TEST(BackgroundBuildsTest, WaitingEndsWhenItsTimeIsOver) {
   Gate gate;
   Builds builds;
-  builds.begin(1, [&gate] {
-    gate.pass();
-    return text("one");
-  });
+  builds.begin(1, once_open(gate, "one"));
   gate.await_begun(1);
   EXPECT_FALSE(builds.wait(std::chrono::milliseconds(20)));
   gate.open();

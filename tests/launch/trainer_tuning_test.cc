@@ -7,6 +7,7 @@
 #include "launch/tuning_file.h"
 #include "runtime/base/file_system.h"
 #include "tests/launch/training_job.h"
+#include "tests/runtime/cpu_backed.h"
 
 namespace kintsugi::launch {
 namespace {
@@ -19,27 +20,11 @@ constexpr const char* kCacheName = "algorithms-of-device-one.txt";
 constexpr const char* kOfAnother = "device two: 1";
 
 // Takes texts that begin with "device one", and finds `choice` by timing.
-class TunedDevice final : public runtime::Backend {
+class TunedDevice final : public runtime::CpuBacked {
  public:
   explicit TunedDevice(std::string choice) : choice_(std::move(choice)) {}
-  runtime::DeviceKind kind() const override { return cpu_->kind(); }
   std::string description() const override { return "tuned"; }
-  const kernels::KernelTable& kernels() const override { return cpu_->kernels(); }
   bool asynchronous() const override { return true; }
-  Result<runtime::Buffer> allocate(int64_t size_bytes, std::string_view what) override {
-    return cpu_->allocate(size_bytes, what);
-  }
-  using Backend::create_stream;
-  Result<std::unique_ptr<runtime::Stream>> create_stream(runtime::StreamPriority priority) override {
-    return cpu_->create_stream(priority);
-  }
-  Status copy(void* dst, const void* src, int64_t size_bytes, runtime::Stream& stream) override {
-    return cpu_->copy(dst, src, size_bytes, stream);
-  }
-  Status zero(void* dst, int64_t size_bytes, runtime::Stream& stream) override {
-    return cpu_->zero(dst, size_bytes, stream);
-  }
-  Result<runtime::DeviceMemory> memory() const override { return cpu_->memory(); }
 
   void begin_tuning(const TunedWork&, const std::string& known) override { begun.push_back(known); }
   Result<std::string> tune(const TunedWork& work, const std::string& known, const runtime::Buffer& scratch,
@@ -64,7 +49,6 @@ class TunedDevice final : public runtime::Backend {
 
  private:
   static bool is_mine(const std::string& text) { return text.starts_with("device one"); }
-  const std::unique_ptr<runtime::Backend> cpu_ = runtime::create_cpu_backend({.num_threads = 1});
   const std::string choice_;
 };
 

@@ -6,6 +6,8 @@
 #include <atomic>
 #include <string>
 
+#include "tests/runtime/cpu_backed.h"
+
 namespace kintsugi::parallel {
 namespace {
 
@@ -31,24 +33,9 @@ class LoggedGraph final : public runtime::Graph {
 };
 
 // The CPU's backend, and recordings of operations that are names.
-class LoggedBackend final : public runtime::Backend {
+class LoggedBackend final : public runtime::CpuBacked {
  public:
-  runtime::DeviceKind kind() const override { return cpu_->kind(); }
   std::string description() const override { return "logged"; }
-  const kernels::KernelTable& kernels() const override { return cpu_->kernels(); }
-  Result<runtime::Buffer> allocate(int64_t size_bytes, std::string_view what) override {
-    return cpu_->allocate(size_bytes, what);
-  }
-  Result<std::unique_ptr<runtime::Stream>> create_stream(runtime::StreamPriority priority) override {
-    return cpu_->create_stream(priority);
-  }
-  Status copy(void* dst, const void* src, int64_t size_bytes, runtime::Stream& stream) override {
-    return cpu_->copy(dst, src, size_bytes, stream);
-  }
-  Status zero(void* dst, int64_t size_bytes, runtime::Stream& stream) override {
-    return cpu_->zero(dst, size_bytes, stream);
-  }
-  Result<runtime::DeviceMemory> memory() const override { return cpu_->memory(); }
   Status begin_recording(runtime::Stream&) override {
     EXPECT_FALSE(recording);
     recording = true;
@@ -65,7 +52,6 @@ class LoggedBackend final : public runtime::Backend {
   bool recording = false;
 
  private:
-  const std::unique_ptr<runtime::Backend> cpu_ = runtime::create_cpu_backend({.num_threads = 1});
   Log operations_;
 };
 
