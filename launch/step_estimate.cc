@@ -30,8 +30,7 @@ double estimate_step_s(const RunConfig& config, int64_t tokens, int64_t updated,
                                                     .element_bytes = kernels::size_of(config.dtype()),
                                                     .moment_bytes = kernels::size_of(config.optimizer.moments()),
                                                     .updated_parameters = updated});
-  const auto of = [&work](KernelFamily family) { return work.of(family); };
-  double products = of(KernelFamily::kGemm).flops, attention = of(KernelFamily::kAttention).flops, bytes = 0;
+  double products = work.of(KernelFamily::kGemm).flops, attention = work.of(KernelFamily::kAttention).flops, bytes = 0;
   for (size_t f = 0; f < trace::kNumFamilies; ++f)
     bytes += f == static_cast<size_t>(KernelFamily::kOptimizer) ? 0 : work.families[f].bytes;
 
@@ -39,7 +38,7 @@ double estimate_step_s(const RunConfig& config, int64_t tokens, int64_t updated,
   // rest.
   const auto recompute = runtime::parse_recompute(config.training.recompute).value();
   if (recompute != runtime::Recompute::kNone) {
-    bytes += 0.4 * (of(KernelFamily::kNorm).bytes + of(KernelFamily::kActivation).bytes);
+    bytes += 0.4 * (work.of(KernelFamily::kNorm).bytes + work.of(KernelFamily::kActivation).bytes);
   }
   if (recompute >= runtime::Recompute::kAttention) attention *= 9.0 / 7;
   if (recompute == runtime::Recompute::kBlock) {
@@ -51,7 +50,7 @@ double estimate_step_s(const RunConfig& config, int64_t tokens, int64_t updated,
                                 : config.training.seq_len >= 2048 ? rates.attention_flops_long
                                                                   : rates.attention_flops_short;
   const double moment_bytes = 2.0 * static_cast<double>(updated * kernels::size_of(config.optimizer.moments()));
-  double update_s = of(KernelFamily::kOptimizer).bytes / rates.copy_bytes;
+  double update_s = work.of(KernelFamily::kOptimizer).bytes / rates.copy_bytes;
   if (config.optimizer.offload) update_s = std::max(update_s, moment_bytes / rates.host_bytes * rates.reached);
   return (products / rates.product_flops + attention / attention_rate + bytes / rates.copy_bytes + update_s) /
          rates.reached;

@@ -98,27 +98,27 @@ bool counts_by_calls(KernelFamily family) {
   return family == KernelFamily::kRope || family == KernelFamily::kActivation;
 }
 
-// Fills in the bounds; `kernels`: all of a step.
-void bound(DeviceProfile& out, std::span<KernelTotal* const> kernels, const StepWork& work, const DevicePeaks& peaks) {
+// Fills in the bounds, while `top` still has all kernels of a step.
+void bound(DeviceProfile& out, const StepWork& work, const DevicePeaks& peaks) {
   struct Kernels {
     int64_t all = 0, bounded = 0;
     double sum_ms = 0;
   };
   std::array<Kernels, kNumFamilies> known{};
-  for (KernelTotal* k : kernels) {
-    if (const Work* call = work_of(work, k->name)) k->bound_ms = k->calls * bound_ms(*call, peaks);
-    Kernels& of = known[static_cast<size_t>(k->family)];
+  for (KernelTotal& k : out.top) {
+    if (const Work* call = work_of(work, k.name)) k.bound_ms = k.calls * bound_ms(*call, peaks);
+    Kernels& of = known[static_cast<size_t>(k.family)];
     of.all += 1;
-    of.bounded += k->bound_ms > 0 ? 1 : 0;
-    of.sum_ms += k->bound_ms;
+    of.bounded += k.bound_ms > 0 ? 1 : 0;
+    of.sum_ms += k.bound_ms;
   }
   for (size_t i = 0; i < kNumFamilies; ++i) {
     const bool by_calls = counts_by_calls(static_cast<KernelFamily>(i)) && known[i].bounded == known[i].all;
     out.families[i].bound_ms = by_calls ? known[i].sum_ms : bound_ms(work.families[i], peaks);
   }
-  for (KernelTotal* k : kernels) {
-    const auto family = static_cast<size_t>(k->family);
-    if (k->bound_ms == 0 && known[family].all == 1) k->bound_ms = out.families[family].bound_ms;
+  for (KernelTotal& k : out.top) {
+    const auto family = static_cast<size_t>(k.family);
+    if (k.bound_ms == 0 && known[family].all == 1) k.bound_ms = out.families[family].bound_ms;
   }
 }
 
@@ -192,23 +192,22 @@ StepWork step_work(const runtime::ModelConfig& c, const StepShape& shape) {
   const double up = c.is_gpt2() ? F : 2 * F;
   const double matrices = L * ((HD + 2 * KD) * C + HD * C + up * C + F * C) + V * C;
   StepWork work{};
-  const auto of = [&work](KernelFamily family) -> Work& { return work.families[static_cast<size_t>(family)]; };
-  of(KernelFamily::kGemm).flops = 6 * N * matrices;
-  if (!shape.documents) of(KernelFamily::kAttention).flops = L * 7 * 2 * N * T * HD / 2;
+  work.of(KernelFamily::kGemm).flops = 6 * N * matrices;
+  if (!shape.documents) work.of(KernelFamily::kAttention).flops = L * 7 * 2 * N * T * HD / 2;
   // Forward: branch and residual in, stream and y out. Backward: dy, stream and its gradient in, its gradient out. The
   // first norm of all has no branch to add, the last one's stream no gradient yet.
-  of(KernelFamily::kNorm).bytes = N * C * e * (8 * (2 * L + 1) - 3);
+  work.of(KernelFamily::kNorm).bytes = N * C * e * (8 * (2 * L + 1) - 3);
   // Of q's and k's heads. Forward: in and out. Backward: dy and x in, dx out.
-  if (c.qk_norm) of(KernelFamily::kNorm).bytes += L * 5 * N * (HD + KD) * e;
-  if (!c.is_gpt2()) of(KernelFamily::kRope).bytes = L * 2 * 2 * N * (HD + KD) * e;
+  if (c.qk_norm) work.of(KernelFamily::kNorm).bytes += L * 5 * N * (HD + KD) * e;
+  if (!c.is_gpt2()) work.of(KernelFamily::kRope).bytes = L * 2 * 2 * N * (HD + KD) * e;
   // Forward: what the matrix gave in, F out. Backward: both in, the former's gradient out.
-  of(KernelFamily::kActivation).bytes = L * N * e * (up + F + F + up + up);
-  of(KernelFamily::kCrossEntropy).bytes = 2 * N * V * e;  // logits in, their gradient out
+  work.of(KernelFamily::kActivation).bytes = L * N * e * (up + F + F + up + up);
+  work.of(KernelFamily::kCrossEntropy).bytes = 2 * N * V * e;  // logits in, their gradient out
   // Forward: rows out. Backward: their gradients in, and the whole table out where nothing has written it before.
   const bool all_rows = !c.tied_embedding && shape.marked_parameters == 0;
-  of(KernelFamily::kEmbedding).bytes = 2 * N * C * e + (all_rows ? 4 * V * C : 0);
+  work.of(KernelFamily::kEmbedding).bytes = 2 * N * C * e + (all_rows ? 4 * V * C : 0);
   // AdamW: gradient, weight and two moments in, the latter three out, and the copy in the compute type. Norm: one read.
-  of(KernelFamily::kOptimizer).bytes =
+  work.of(KernelFamily::kOptimizer).bytes =
       d(shape.updated_parameters) * (4 + 8 + 4 * d(shape.moment_bytes) + (e == 4 ? 0 : e) + 4) -
       d(shape.marked_parameters) * (4 + 4);
   work.calls = call_work(c, shape);
@@ -258,14 +257,12 @@ DeviceProfile profile(std::span<const DeviceActivity> activities, const StepWork
     f.ms /= n;
     f.kernels /= n;
   }
-  std::vector<KernelTotal*> totals;
   for (auto& [name, total] : kernels) {
     total.ms /= n;
     total.calls /= n;
-    totals.push_back(&total);
+    out.top.push_back(std::move(total));
   }
-  bound(out, totals, work, peaks);
-  for (KernelTotal* total : totals) out.top.push_back(std::move(*total));
+  bound(out, work, peaks);
   std::sort(out.top.begin(), out.top.end(), [](const auto& a, const auto& b) { return a.ms > b.ms; });
   constexpr size_t kTop = 12;
   if (out.top.size() > kTop) out.top.resize(kTop);

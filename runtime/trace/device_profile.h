@@ -49,6 +49,7 @@ struct CallWork {
 struct StepWork {
   std::array<Work, kNumFamilies> families;
   std::vector<CallWork> calls;
+  Work& of(KernelFamily family) { return families[static_cast<size_t>(family)]; }
   const Work& of(KernelFamily family) const { return families[static_cast<size_t>(family)]; }
 };
 

@@ -97,7 +97,7 @@ TEST(DeviceProfileTest, CommunicationIsExposedWhereNothingElseRuns) {
 
 TEST(DeviceProfileTest, ABoundIsTheSlowerOfArithmeticAndMemory) {
   StepWork work{};
-  work.families[static_cast<size_t>(KernelFamily::kGemm)] = {.flops = 2e12, .bytes = 1e9};
+  work.of(KernelFamily::kGemm) = {.flops = 2e12, .bytes = 1e9};
   const DeviceActivity activities[] = {kernel("gemm", 0, 4)};
   const DeviceProfile p = profile(activities, work, {.flops_per_s = 1e15, .bytes_per_s = 1e12});
   EXPECT_DOUBLE_EQ(of(p, KernelFamily::kGemm).bound_ms, 2);
