@@ -29,15 +29,22 @@ struct AttentionShape {
   const float* cos_sin = nullptr;
 };
 
+// For questions about the shape of a batch of several documents: the pointers are not null, and nobody may read them.
+inline AttentionShape with_documents(AttentionShape shape) {
+  static constexpr int32_t kNobodyReadsThis = 0;
+  shape.document_starts = &kNobodyReadsThis;
+  shape.document_mask = &kNobodyReadsThis;
+  return shape;
+}
+
 struct AttentionKernels {
   // o[b,t,h,:] = sum_{s<=t} softmax_s(scale q.k_s) v_s, s from the start of t's document on.   lse (B, H, T) fp32: log
   // of the softmax's denominator, kept for the backward pass; may be null. 2 B H T^2 D operations (causal half
   // counted).
   KernelError (*forward)(void* o, float* lse, const void* q, const void* k, const void* v, const AttentionShape& shape,
                          DType dtype, StreamHandle stream);
-  // Gradients of q, k, v (overwritten; strides those of q, k, v) from d_o (stride o_stride); with shape.cos_sin those of
-  // q and k before they were turned.
-  // workspace: at least backward_workspace_bytes(shape, dtype).
+  // Gradients of q, k, v (overwritten; strides those of q, k, v) from d_o (stride o_stride); with shape.cos_sin those
+  // of q and k before they were turned. workspace: at least backward_workspace_bytes(shape, dtype).
   KernelError (*backward)(void* dq, void* dk, void* dv, const void* d_o, const void* o, const float* lse, const void* q,
                           const void* k, const void* v, const AttentionShape& shape, void* workspace, DType dtype,
                           StreamHandle stream);
@@ -51,6 +58,8 @@ struct AttentionKernels {
   // Builds what calls of exactly this shape need the first time, so that none of them does: on the device about 0.1 s a
   // shape, whose calls can then be recorded into a graph; nothing elsewhere. Blocks.
   KernelError (*prepare)(const AttentionShape& shape, DType dtype, bool with_backward);
+  // Whether prepare() builds something for shapes like this one: calls of many lengths then better share a few.
+  bool (*built_by_shape)(const AttentionShape& shape, DType dtype);
   // What serves the shape, for banners and reports: "our own", "cuDNN 9.14.0", "plain (why not the faster one)".
   // What cuDNN refuses is known after prepare() or the first call.
   // The text stays for the life of the process.

@@ -43,16 +43,10 @@ std::string TrainerImpl::cached_tuning() const {
   return name.empty() ? "" : read_or_empty(environment_.cache_dir, name);
 }
 
-// With documents, two pointers of which only that they are not null matters.
 kernels::AttentionShape TrainerImpl::attention_shape() const {
   const int64_t B = layout_.micro_batch, T = config_.training.seq_len;
-  kernels::AttentionShape shape = runtime::attention_shape(config_.model, config_.transformer_options(B * T), B, T);
-  static constexpr int32_t kNobodyReadsThis = 0;
-  if (config_.separates_documents()) {
-    shape.document_starts = &kNobodyReadsThis;
-    shape.document_mask = &kNobodyReadsThis;
-  }
-  return shape;
+  const auto shape = runtime::attention_shape(config_.model, config_.transformer_options(B * T), B, T);
+  return config_.separates_documents() ? kernels::with_documents(shape) : shape;
 }
 
 runtime::Backend::TunedWork TrainerImpl::tuned_work() const {

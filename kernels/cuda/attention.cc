@@ -77,11 +77,7 @@ int64_t backward_workspace_bytes(const AttentionShape& shape, DType dtype) {
 
 int64_t document_mask_bytes(const AttentionShape& shape, DType dtype) {
   // Of a shape with documents, whether or not there are some already.
-  static constexpr int32_t kNobodyReadsThis = 0;
-  AttentionShape packed = shape;
-  packed.document_starts = &kNobodyReadsThis;
-  packed.document_mask = &kNobodyReadsThis;
-  return cudnn_serves(packed, dtype) ? cudnn_document_mask_bytes(shape) : 0;
+  return cudnn_serves(with_documents(shape), dtype) ? cudnn_document_mask_bytes(shape) : 0;
 }
 
 KernelError write_document_mask(void* mask, const AttentionShape& shape, DType dtype, StreamHandle stream) {
@@ -137,7 +133,8 @@ bool cudnn_serves(const AttentionShape& s, DType dtype) {
 
 const AttentionKernels& attention() {
   static constexpr AttentionKernels kTable{
-      forward, backward, backward_workspace_bytes, document_mask_bytes, write_document_mask, prepare, library};
+      forward,      backward, backward_workspace_bytes, document_mask_bytes, write_document_mask, prepare,
+      cudnn_serves, library};
   return kTable;
 }
 

@@ -33,13 +33,16 @@ KernelError write_document_mask(void*, const AttentionShape&, DType, StreamHandl
 
 KernelError prepare(const AttentionShape&, DType, bool) { return kKernelOk; }
 
+bool built_by_shape(const AttentionShape&, DType) { return false; }
+
 const char* library(const AttentionShape&, DType) { return "reference"; }
 
 }  // namespace
 
 const AttentionKernels& attention() {
   static constexpr AttentionKernels kTable{
-      forward, backward, backward_workspace_bytes, document_mask_bytes, write_document_mask, prepare, library};
+      forward,        backward, backward_workspace_bytes, document_mask_bytes, write_document_mask, prepare,
+      built_by_shape, library};
   return kTable;
 }
 

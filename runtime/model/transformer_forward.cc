@@ -124,8 +124,9 @@ kernels::AttentionShape TransformerImpl::attention_shape_of(const Pass& pass, in
 }
 
 int64_t TransformerImpl::attention_rows(const Pass& pass) const {
-  const bool prompt = !options_.training && pass.B == 1 && backend_.asynchronous() && options_.dtype == DType::kBF16;
-  return prompt ? std::min(prompt_attention_rows(pass.T), options_.max_tokens) : pass.T;
+  const bool prompt = !options_.training && pass.B == 1 && pass.document_starts == nullptr;
+  const bool padded = prompt && k_.attention->built_by_shape(attention_shape_of(pass, pass.T), options_.dtype);
+  return padded ? std::min(prompt_attention_rows(pass.T), options_.max_tokens) : pass.T;
 }
 
 // Attention weighs what lies behind the prompt with 0, which makes NaN of an infinity. Later layers leave it alone.

@@ -16,13 +16,11 @@ int64_t attention_workspace_bytes(const ModelConfig& config, const TransformerOp
                                   const kernels::KernelTable& kernels) {
   const auto bytes = [&](int64_t T) {
     const int64_t B = (options.max_tokens + T - 1) / T;
-    kernels::AttentionShape shape = attention_shape(config, options, B, T);
+    const kernels::AttentionShape shape = attention_shape(config, options, B, T);
     const int64_t one_document = kernels.attention->backward_workspace_bytes(shape, options.dtype);
     if (!options.documents) return one_document;
-    static constexpr int32_t kSomewhere = 0;  // a plan asks whether there are any, not where
-    shape.document_starts = &kSomewhere;
-    shape.document_mask = &kSomewhere;
-    return std::max(one_document, kernels.attention->backward_workspace_bytes(shape, options.dtype));
+    return std::max(one_document,
+                    kernels.attention->backward_workspace_bytes(kernels::with_documents(shape), options.dtype));
   };
   int64_t most = bytes(options.max_seq_len);
   for (int64_t T = 1; T < options.max_seq_len && !options.one_length; T *= 2) most = std::max(most, bytes(T));
@@ -143,10 +141,9 @@ Activations plan_activations(const ModelConfig& config, const TransformerOptions
   a.d_qkv = rows(std::max(QKV, F));
   a.d_act = a.d_qkv;
   a.d_o = rows(H * D);
-  a.workspace_bytes =
-      std::max({attention_workspace_bytes(config, options, kernels), norm_workspace_bytes(config, options, kernels),
-                kernels.embedding->index_bytes(N, V),
-                gpt2 ? kernels.embedding->index_bytes(N, config.max_seq_len) : 0});
+  a.workspace_bytes = std::max({attention_workspace_bytes(config, options, kernels),
+                                norm_workspace_bytes(config, options, kernels), kernels.embedding->index_bytes(N, V),
+                                gpt2 ? kernels.embedding->index_bytes(N, config.max_seq_len) : 0});
   a.workspace = take(a.workspace_bytes);
   return a;
 }

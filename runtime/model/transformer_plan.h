@@ -55,7 +55,7 @@ struct Activations {
   int64_t workspace_bytes;
 };
 
-// The rows that a prompt's attention is padded to where a library plans anew for each number of them, a tenth of a
+// The rows that a prompt's attention is padded to where a library builds anew for each number of them, a tenth of a
 // second each: 64 and its doubles, and the middles between them. Attention is a small part of a prompt's work.
 int64_t prompt_attention_rows(int64_t T);
 

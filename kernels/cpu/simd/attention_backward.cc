@@ -202,6 +202,7 @@ int64_t no_document_mask(const AttentionShape&, DType) { return 0; }
 KernelError write_no_document_mask(void*, const AttentionShape&, DType, StreamHandle) { return kKernelOk; }
 
 KernelError nothing_to_prepare(const AttentionShape&, DType, bool) { return kKernelOk; }
+bool nothing_built(const AttentionShape&, DType) { return false; }
 
 const char* attention_library(const AttentionShape&, DType) { return "vectorised for the CPU"; }
 
@@ -209,7 +210,7 @@ const AttentionKernels& attention() {
   static constexpr AttentionKernels kTable{
       attention_forward, attention_backward,     attention_backward_workspace_bytes,
       no_document_mask,  write_no_document_mask, nothing_to_prepare,
-      attention_library};
+      nothing_built,     attention_library};
   return kTable;
 }
 

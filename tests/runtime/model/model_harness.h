@@ -134,10 +134,11 @@ inline Batch random_batch(int64_t V, int64_t B, int64_t T, bool holes = true, ui
 class Harness {
  public:
   Harness(const ModelConfig& config, TransformerOptions options, bool reference, std::vector<float> weights)
-      : table(ParamTable::build(config)),
-        backend(create_cpu_backend({.num_threads = 1, .use_reference = reference})),
-        w(std::move(weights)),
-        gradients(w.size(), 0.0f) {
+      : Harness(config, options, create_cpu_backend({.num_threads = 1, .use_reference = reference}),
+                std::move(weights)) {}
+  Harness(const ModelConfig& config, TransformerOptions options, std::unique_ptr<Backend> with,
+          std::vector<float> weights)
+      : table(ParamTable::build(config)), backend(std::move(with)), w(std::move(weights)), gradients(w.size(), 0.0f) {
     stream = std::move(backend->create_stream()).value();
     const int64_t bytes = Transformer::activation_bytes(config, options, backend->kernels());
     arena = std::make_unique<Arena>(std::move(backend->allocate(bytes, "activations")).value());

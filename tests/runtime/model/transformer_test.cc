@@ -5,9 +5,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
-#include <set>
 
-#include "runtime/model/transformer_plan.h"
 #include "tests/runtime/model/model_harness.h"
 
 namespace kintsugi::runtime::testing {
@@ -291,18 +289,6 @@ TEST_P(TransformerTest, RefusesWhatItWasNotPlannedFor) {
   };
   EXPECT_THAT(message({.max_tokens = 64, .max_seq_len = 10}), HasSubstr("model.max_seq_len = 9"));
   EXPECT_THAT(message({.max_tokens = 0, .max_seq_len = 9}), HasSubstr("at least 1"));
-}
-
-TEST(PromptAttentionTest, FewNumbersOfRowsServeAllPrompts) {
-  std::set<int64_t> all;
-  for (int64_t T = 1; T <= 8192; ++T) {
-    const int64_t rows = prompt_attention_rows(T);
-    ASSERT_GE(rows, T);
-    ASSERT_LE(rows, std::max<int64_t>(64, T * 3 / 2)) << T;
-    all.insert(rows);
-  }
-  EXPECT_EQ(all.size(), 15U);
-  for (const int64_t rows : all) EXPECT_EQ(prompt_attention_rows(rows), rows);
 }
 
 }  // namespace
