@@ -19,11 +19,9 @@ __device__ inline void multiply_tiles(const AttentionBlock<S>& at, const Attenti
   for (uint32_t n = 0;; ++n) {
     hopper::wait(at.item_full(), n % 2);
     int32_t index = 0;
-    if (threadIdx.x % 32 == 0) {
-      hopper::load_shared(index, at.item);
-      hopper::arrive(at.item_free());
-    }
+    if (threadIdx.x % 32 == 0) hopper::load_shared(index, at.item);
     index = __shfl_sync(0xffffffffu, index, 0);
+    if (threadIdx.x % 32 == 0) hopper::arrive(at.item_free());
     if (index >= items.count()) break;
     const AttentionWork<S> work(t, items, index);
     if (!work.has(t, group)) {

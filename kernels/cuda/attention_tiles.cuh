@@ -250,7 +250,9 @@ struct StepRing {
   StageCursor<S> cursor;
 
   __device__ explicit StepRing(const AttentionBlock<S>& block) : at(block) {}
+  // All that this warp reads of a stage it has read.
   __device__ void release(uint32_t stage) const {
+    __syncwarp();
     if (threadIdx.x % 32 == 0) hopper::arrive(at.empty(stage));
   }
   __device__ void wait() const { hopper::wait(at.full(cursor.stage), cursor.parity); }
@@ -272,7 +274,6 @@ struct StepRing {
         const int32_t mine = i * S::kWarpgroups + group - 2 * j;
         if (mine == 0 || mine == 1) take(i, at.x(cursor.stage) + mine * S::kTile);
       }
-      __syncwarp();
       release(cursor.stage);
     }
   }

@@ -21,9 +21,18 @@ constexpr Sizes kSizes[] = {
     {1, 128, 2, 1, 128}, {1, 129, 6, 2, 128}, {2, 193, 2, 1, 128}, {1, 300, 4, 1, 128}, {1, 449, 2, 2, 128}};
 
 // Of real models, too large for the reference.
-constexpr Sizes kTrainingSizes[] = {{2, 1024, 12, 12, 64}, {1, 2048, 8, 2, 64},   {1, 1023, 5, 5, 64},
-                                    {2, 515, 6, 2, 64},    {1, 4096, 14, 2, 64},  {9, 320, 25, 25, 64},
-                                    {1, 4096, 8, 2, 128},  {2, 1000, 16, 8, 128}, {12, 200, 16, 4, 128}};
+constexpr Sizes kTrainingSizes[] = {{2, 1024, 12, 12, 64},
+                                    {1, 2048, 8, 2, 64},
+                                    {1, 1023, 5, 5, 64},
+                                    {2, 515, 6, 2, 64},
+                                    {1, 4096, 14, 2, 64},
+                                    {9, 320, 25, 25, 64},
+                                    {1, 4096, 8, 2, 128},
+                                    {2, 1000, 16, 8, 128},
+                                    {12, 200, 16, 4, 128},
+                                    // More items than thread blocks in every kernel, of heads that share keys.
+                                    {20, 320, 16, 8, 128},
+                                    {20, 320, 12, 6, 64}};
 
 class CudaHopperAttentionTest : public CudaAttentionTest {
  protected:
