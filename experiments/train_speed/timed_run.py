@@ -65,11 +65,12 @@ def timed_run(config, out, *, ranks, steps, warm_up, build="build/cuda-release",
     output = f"{out}.output"
     run_limited(command, seconds, output)
     lines = [json.loads(line) for line in (pathlib.Path(out) / "metrics.jsonl").read_text().splitlines()]
-    step_s = statistics.median(line["time_metrics/end_to_end(s)"] for line in lines[warm_up:steps])
+    timed = [line["time_metrics/end_to_end(s)"] for line in lines[warm_up:steps]]
+    step_s = statistics.median(timed)
     profile = json.loads((pathlib.Path(out) / "trace/rank-0-profile.json").read_text())
     nccl_ms, exposed_ms = profile["nccl_ms"], profile["nccl_exposed_ms"]
     return {"ranks": ranks, "batch": batch, "seq_len": training["seq_len"], "tokens_per_second": batch * training["seq_len"] / step_s,
-            "step_ms": step_s * 1e3, "nccl_ms": nccl_ms, "exposed_ms": exposed_ms,
+            "step_ms": step_s * 1e3, "least_step_ms": min(timed) * 1e3, "most_step_ms": max(timed) * 1e3, "nccl_ms": nccl_ms, "exposed_ms": exposed_ms,
             "hidden_percent": 100 * (1 - exposed_ms / nccl_ms) if nccl_ms else None,
             "ranks_share_a_gpu": "ranks share" in pathlib.Path(output).read_text(),
-            "loss": lines[-1]["loss_metrics/global_avg_loss"], "command": " ".join(map(str, command))}
+            "loss": lines[-1]["loss_metrics/global_avg_loss"], "command": " ".join(map(str, command)).replace(f"{ROOT}/", "")}
