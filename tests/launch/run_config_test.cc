@@ -74,6 +74,11 @@ TEST_F(RunConfigTest, ImpossibleNumbersNameTheKeyAndWhatIsAllowed) {
   EXPECT_THAT(error("training.eval_every = 5"), HasSubstr("data.validation"));
   EXPECT_THAT(error("metrics.trace_steps = [0]"), HasSubstr("metrics.trace_steps"));
   EXPECT_THAT(error("recovery.source = \"disk\""), HasSubstr("auto, peer, checkpoint"));
+  EXPECT_THAT(error("comm.protocol = \"ll256\""),
+              AllOf(HasSubstr("comm.protocol"), HasSubstr("auto, simple, ll, ll128")));
+  EXPECT_THAT(error("comm.algorithm = \"star\""), AllOf(HasSubstr("comm.algorithm"), HasSubstr("ring, tree")));
+  EXPECT_THAT(error("comm.nccl_buffsize = 5000"),
+              HasSubstr("comm.nccl_buffsize = 5000: must be 0 or a multiple of 4096"));
   EXPECT_EQ(error("training.steps = 1"), "");
 }
 
