@@ -16,6 +16,10 @@ Result<std::unique_ptr<GpuBench>> GpuBench::create(BenchWorld& world, const comm
   bench->num_gpus_ = devices.count;
   KTG_ASSIGN_OR_RETURN(bench->backend_, runtime::create_cuda_backend({.device = world.rank() % devices.count}));
   KTG_ASSIGN_OR_RETURN(bench->heap_, comm::DeviceHeap::create(*bench->backend_, comm::bench_heap_bytes(options)));
+  if (options.op == comm::BenchOp::kAllReduceFixed) {
+    KTG_ASSIGN_OR_RETURN(bench->staging_,
+                         bench->backend_->allocate(comm::kFixedOrderStagingBytes, "staging of all_reduce_fixed"));
+  }
   KTG_ASSIGN_OR_RETURN(bench->stream_, bench->backend_->create_stream());
   return bench;
 }
@@ -37,7 +41,10 @@ Result<std::unique_ptr<comm::Communicator>> GpuBench::next(comm::CommConfig conf
   ::unsetenv("NCCL_ALGO");
   set_nccl_environment(config, {world_.rank(), world_.world_size(), num_gpus_});
   KTG_ASSIGN_OR_RETURN(control_, world_.next({}));
-  return comm::create_nccl_communicator({.control = control_.get(), .backend = backend_.get(), .heap = heap_.get()},
+  return comm::create_nccl_communicator({.control = control_.get(),
+                                         .backend = backend_.get(),
+                                         .heap = heap_.get(),
+                                         .fixed_order_staging = staging_.data()},
                                         config, world_.stop_token(), Deadline::after(std::chrono::seconds(60)));
 }
 

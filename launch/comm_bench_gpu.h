@@ -26,6 +26,7 @@ class GpuBench {
   int num_gpus_ = 0;
   std::unique_ptr<runtime::Backend> backend_;
   std::unique_ptr<comm::DeviceHeap> heap_;
+  runtime::Buffer staging_;  // of all_reduce_fixed; empty where another operation is timed
   std::unique_ptr<runtime::Stream> stream_;
   std::unique_ptr<comm::Communicator> control_;  // of the newest communicator
 };

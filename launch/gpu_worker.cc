@@ -18,6 +18,7 @@ constexpr auto kAbortPatience = std::chrono::seconds(5);
 struct GpuParts {
   std::shared_ptr<runtime::Backend> backend;
   std::unique_ptr<comm::DeviceHeap> heap;
+  void* fixed_order_staging = nullptr;  // in the heap; null where no sum needs it
   std::unique_ptr<StopWatch> watch;
 
   // The process may end next, and NCCL's threads must not find it half taken down.
@@ -75,6 +76,9 @@ Result<std::shared_ptr<void>> use_gpu(WorkerEnvironment& env, RunConfig& config,
   KTG_ASSIGN_OR_RETURN(
       parts->heap,
       comm::DeviceHeap::create(*parts->backend, plan_memory(config, env.world_size, &backend).state_heap_bytes()));
+  if (const int64_t staging = fixed_order_staging_bytes(config, env.world_size); staging > 0) {
+    KTG_ASSIGN_OR_RETURN(parts->fixed_order_staging, parts->heap->allocate(staging, "staged sums"));
+  }
   env.mark_start("state memory");
   env.backend = parts->backend;
   env.state_heap = parts->heap.get();
@@ -88,6 +92,7 @@ Result<std::shared_ptr<void>> use_gpu(WorkerEnvironment& env, RunConfig& config,
     return comm::create_nccl_communicator({.control = &control,
                                            .backend = parts->backend.get(),
                                            .heap = parts->heap.get(),
+                                           .fixed_order_staging = parts->fixed_order_staging,
                                            .before_abort = std::move(before_abort)},
                                           comm_config, stop,
                                           Deadline::after(std::chrono::milliseconds(comm_config.timeout_ms)));

@@ -10,8 +10,10 @@
 #include <thread>
 
 #include "comm/host/memory_limit.h"
+#include "comm/nccl/nccl_communicator.h"
 #include "comm/nccl/nccl_environment.h"
 #include "kernels/cpu/scratch.h"
+#include "launch/agent_messages.h"
 #include "launch/nearest_fit.h"
 #include "launch/scheduling.h"
 #include "launch/token_arrays.h"
@@ -126,6 +128,9 @@ MemoryPlan make_plan(const RunConfig& config, int world_size, const std::optiona
   }
   plan.items.push_back({"gradients", memory.gradients_bytes, state});
   plan.items.push_back({"vote", memory.vote_bytes, state});
+  if (const int64_t staging = fixed_order_staging_bytes(config, world_size); device && staging > 0) {
+    plan.items.push_back({"staged sums", staging, state});
+  }
   const char* const read_by_kernels = config.parallelism.sharded() ? "gathered" : "compute copy";
   if (memory.compute_copy_bytes > 0 && whole) plan.items.push_back({read_by_kernels, memory.compute_copy_bytes, mine});
 
@@ -185,6 +190,12 @@ MemoryPlan plan_memory(const RunConfig& config, int world_size, const runtime::B
 
 MemoryPlan plan_memory(const RunConfig& config, int world_size, const PlanDevice& device) {
   return make_plan(config, world_size, device);
+}
+
+// Sharded modes sum in fixed order by themselves, from what an all_to_all brings.
+int64_t fixed_order_staging_bytes(const RunConfig& config, int world_size) {
+  const bool staged = world_size > 1 && config.parallelism.fixed_order() && !config.parallelism.sharded();
+  return staged ? comm::kFixedOrderStagingBytes : 0;
 }
 
 int64_t host_bytes_of_job(const RunConfig& config, int world_size) {

@@ -50,6 +50,10 @@ struct MemoryPlan {
 // from the backend; without one (an agent has none) the items of Place::kDevice are left out.
 MemoryPlan plan_memory(const RunConfig& config, int world_size, const runtime::Backend* backend = nullptr);
 
+// Of the state's heap on a GPU, for the one communicator that makes sums in fixed order; 0 where none does. Taken by
+// whoever makes the communicators, before the state, and kept from one generation to the next.
+int64_t fixed_order_staging_bytes(const RunConfig& config, int world_size);
+
 // A GPU that need not be here: a plan for config.device = "cuda".
 struct PlanDevice {
   const kernels::KernelTable* kernels = nullptr;  // asked for sizes alone

@@ -123,7 +123,6 @@ class NcclCommunicator final : public Communicator {
     EventPool::Event ready, done;
   };
   std::deque<Queued> queued_;
-  runtime::Buffer staging_;
   int64_t num_calls_ = 0;
 };
 
@@ -270,13 +269,12 @@ Result<WorkPtr> NcclCommunicator::all_reduce_fixed(float* out, std::span<float* 
                             " brings " + std::to_string(num_own) + " parts of " + std::to_string(num_leaves) +
                             " leaves, got " + std::to_string(parts.size()));
   }
+  if (core_->setup.fixed_order_staging == nullptr) {
+    return failed_precondition("all_reduce_fixed: this communicator was made without memory to stage it in");
+  }
   KTG_RETURN_IF_ERROR(begin(record("all_reduce_fixed", count, -1, num_leaves), {out}, stream));
   for (const float* part : parts) {
     if (count > 0) KTG_RETURN_IF_ERROR(core_->check_device_memory(part, "all_reduce_fixed"));
-  }
-  if (count > 0 && staging_.data() == nullptr) {
-    KTG_ASSIGN_OR_RETURN(staging_,
-                         core_->setup.backend->allocate(kFixedOrderStagingBytes, "staging of all_reduce_fixed"));
   }
   // A rank stages what others send and the sums on the way to the root; the root goes to `out`. Sized alike on all
   // ranks (the one with the fewest parts of its own stages the most), because the chunks must be the same.
@@ -298,8 +296,9 @@ Status NcclCommunicator::sum_chunk(const FixedOrderPlan& plan, float* out, std::
   const int own = plan.first_part[me];
   const Slice mine = slice_of(count, me, n);
   const cudaStream_t queue = core_->queue();
+  auto* const staging = static_cast<float*>(core_->setup.fixed_order_staging);
   std::vector<float*> operands(plan.num_operands);
-  for (int p = 0; p < plan.num_operands; ++p) operands[p] = staging_.as<float>() + p * slot_size;
+  for (int p = 0; p < plan.num_operands; ++p) operands[p] = staging + p * slot_size;
   for (size_t j = 0; j < parts.size(); ++j) operands[own + j] = parts[j] + begin + mine.begin;
   operands[plan.sums.back().result] = out + begin + mine.begin;
 

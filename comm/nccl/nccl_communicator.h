@@ -38,10 +38,16 @@
 
 namespace kintsugi::comm {
 
+// Device memory that all_reduce_fixed stages what it receives in.
+inline constexpr int64_t kFixedOrderStagingBytes = int64_t{64} << 20;
+
 struct NcclSetup {
   Communicator* control = nullptr;  // same membership; outlives the communicator
   runtime::Backend* backend = nullptr;
   DeviceHeap* heap = nullptr;  // null: fetch goes through NCCL; outlives the communicator
+  // kFixedOrderStagingBytes for this communicator alone, which outlive it: so no step allocates them, and the next
+  // generation's communicator finds them. Null: all_reduce_fixed is refused (kFailedPrecondition).
+  void* fixed_order_staging = nullptr;
   // Shuts the gate through which updates go. Called once for each communicator, before NCCL's kernels are aborted for
   // whatever reason, from the thread that aborts; must not block. Not called any more once the communicator is gone.
   std::function<void()> before_abort = nullptr;
@@ -57,9 +63,6 @@ Result<std::unique_ptr<Communicator>> create_nccl_communicator(const NcclSetup& 
 // Loads NCCL and its kernels, so that a spare's first communicator costs no more than any. Makes a communicator of one
 // rank on the current device and ends it.
 Status warm_up_nccl();
-
-// Device memory that a communicator takes beside NCCL's own: the staging area of all_reduce_fixed, once it is used.
-inline constexpr int64_t kFixedOrderStagingBytes = int64_t{64} << 20;
 
 // "NCCL 2.28.9"; "no NCCL (...)" in builds without it.
 std::string nccl_description();

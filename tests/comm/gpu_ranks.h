@@ -74,12 +74,16 @@ class GpuRank {
     stream_->set_stop_token(stop);
     KTG_ASSIGN_OR_RETURN(controls_, create_host_communicators({generation, rank_, world_size_},
                                                               RankWorld::pointers(segments_), groups, config, stop));
-    for (const auto& control : controls_) {
-      KTG_ASSIGN_OR_RETURN(
-          comms_.emplace_back(),
-          create_nccl_communicator(
-              {.control = control.get(), .backend = backend_.get(), .heap = heap_.get(), .before_abort = before_abort},
-              config, stop, soon()));
+    while (staging_.size() < controls_.size()) {
+      KTG_ASSIGN_OR_RETURN(staging_.emplace_back(), backend_->allocate(kFixedOrderStagingBytes, "staging"));
+    }
+    for (size_t i = 0; i < controls_.size(); ++i) {
+      KTG_ASSIGN_OR_RETURN(comms_.emplace_back(), create_nccl_communicator({.control = controls_[i].get(),
+                                                                            .backend = backend_.get(),
+                                                                            .heap = heap_.get(),
+                                                                            .fixed_order_staging = staging_[i].data(),
+                                                                            .before_abort = before_abort},
+                                                                           config, stop, soon()));
     }
     return ok_status();
   }
@@ -118,6 +122,7 @@ class GpuRank {
   GpuPage& page_;
   std::unique_ptr<runtime::Backend> backend_;
   std::unique_ptr<DeviceHeap> heap_;
+  std::vector<runtime::Buffer> staging_;  // by channel, kept from one generation to the next
   std::unique_ptr<runtime::Stream> stream_;
   std::vector<std::unique_ptr<SharedSegment>> segments_;
   std::vector<std::unique_ptr<Communicator>> controls_, comms_;

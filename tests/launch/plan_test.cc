@@ -198,5 +198,27 @@ TEST_F(SharedDeviceTest, ASpareIsRefusedBesideRanksThatAreNot) {
   EXPECT_TRUE(check(kContext, all_ + rank_ - kMiB).ok());
 }
 
+// Sharded modes and a rank alone make such sums without.
+TEST(DeviceMemoryTest, WhatSumsInFixedOrderAreStagedInIsPlanned) {
+  RunConfig c = with_batch(llama(2, 128, 2, 2, 256, 512), 64, 8);
+  const SmallGpu gpu(0);
+  for (const char* const mode : {"ddp", "zero2"}) {
+    for (const int N : {1, 4}) {
+      c.parallelism.mode = mode;
+      c.parallelism.reduce_order = "fast";
+      EXPECT_EQ(fixed_order_staging_bytes(c, N), 0);
+      c.parallelism.reduce_order = "fixed";
+      const bool staged = N > 1 && c.parallelism.mode == "ddp";
+      const MemoryPlan plan = plan_memory(c, N, &gpu);
+      EXPECT_EQ(fixed_order_staging_bytes(c, N), staged ? 64 << 20 : 0) << mode << N;
+      EXPECT_EQ(plan.to_string().find("staged sums") != std::string::npos, staged) << plan.to_string();
+      EXPECT_EQ(plan.state_heap_bytes() > 64 << 20, staged) << mode << N;
+    }
+  }
+  c.parallelism.mode = "ddp";
+  c.device = "cpu";
+  EXPECT_THAT(plan_memory(c, 4).to_string(), Not(HasSubstr("staged sums")));
+}
+
 }  // namespace
 }  // namespace kintsugi::launch
