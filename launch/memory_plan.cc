@@ -220,42 +220,92 @@ int ranks_on_device(int local_rank, int ranks_on_host, int num_devices) {
   return (ranks_on_host - 1 - first) / std::max(num_devices, 1) + 1;
 }
 
-Status check_device_memory(const RunConfig& config, int world_size, const runtime::Backend& backend,
-                           int64_t taken_bytes, const DeviceSharers& sharers) {
-  KTG_ASSIGN_OR_RETURN(const runtime::DeviceMemory memory, backend.memory());
-  const auto plan = [&](const RunConfig& c) { return plan_memory(c, world_size, &backend).device_bytes(); };
-  const int64_t in_use = memory.total_bytes - memory.available_bytes;
-  const int64_t context = std::clamp(in_use - taken_bytes, int64_t{0}, kContextBytes);
-  const int64_t planned = plan(config), needed = planned - taken_bytes;
-  const bool shared = sharers.num_ranks > 1;
-  const bool all_fit = !shared || sharers.num_ranks * (planned + context) <= memory.total_bytes;
-  if (needed <= memory.available_bytes && all_fit) return ok_status();
+namespace {
 
-  const int64_t host_bytes = host_memory_bytes();
-  const auto nearest = [&](const std::function<bool(const RunConfig&)>& fits_device) {
+// One GPU, and what its processes take of it: each its plan, and what the driver keeps for it.
+struct SharedDevice {
+  const runtime::Backend& backend;
+  const int world_size;
+  const DeviceSharers& sharers;
+  runtime::DeviceMemory memory;
+  int64_t context = kContextBytes;
+
+  int64_t plan(const RunConfig& c) const { return plan_memory(c, world_size, &backend).device_bytes(); }
+  int64_t num_spares(const RunConfig& c) const {
+    return sharers.num_ranks * std::min<int64_t>(c.recovery.spares, Roster::kMaxSpares);
+  }
+  int64_t ranks_need(const RunConfig& c) const { return sharers.num_ranks * (plan(c) + context); }
+  int64_t all_need(const RunConfig& c) const { return (sharers.num_ranks + num_spares(c)) * (plan(c) + context); }
+  // "4 ranks and 4 spares"
+  std::string names(int64_t spares) const {
+    const auto some = [](int64_t n, const char* what) { return fmt::format("{} {}{}", n, what, n == 1 ? "" : "s"); };
+    const std::string ranks = some(sharers.num_ranks, "rank");
+    return spares == 0 ? ranks : ranks + " and " + some(spares, "spare");
+  }
+  std::string nearest(const RunConfig& config, const std::function<bool(const RunConfig&)>& fits_device) const {
+    const int64_t host_bytes = host_memory_bytes();
     return nearest_fit(config, world_size, [&](const RunConfig& c) {
       return fits_device(c) && host_bytes_of_job(c, world_size) <= host_bytes;
     });
-  };
-  if (!shared && !sharers.spare) {
+  }
+};
+
+}  // namespace
+
+Status check_device_memory(const RunConfig& config, int world_size, const runtime::Backend& backend,
+                           int64_t taken_bytes, const DeviceSharers& sharers) {
+  KTG_ASSIGN_OR_RETURN(const runtime::DeviceMemory memory, backend.memory());
+  const int64_t in_use = memory.total_bytes - memory.available_bytes;
+  const SharedDevice device{.backend = backend,
+                            .world_size = world_size,
+                            .sharers = sharers,
+                            .memory = memory,
+                            .context = std::clamp(in_use - taken_bytes, int64_t{0}, kContextBytes)};
+  const auto together = [&](const RunConfig& c) { return sharers.spare ? device.all_need(c) : device.ranks_need(c); };
+  const int64_t planned = device.plan(config), needed = planned - taken_bytes;
+  const bool shared = sharers.num_ranks > 1 || sharers.spare;
+  if (needed <= memory.available_bytes && (!shared || together(config) <= memory.total_bytes)) return ok_status();
+  if (!shared) {
     return resource_exhausted(fmt::format(
         "the step needs {} of GPU memory, {} of {} are free: {} too much; {}", mebibytes(needed),
         mebibytes(memory.available_bytes), mebibytes(memory.total_bytes), mebibytes(needed - memory.available_bytes),
-        nearest([&](const RunConfig& c) { return plan(c) - taken_bytes <= memory.available_bytes; })));
+        device.nearest(config,
+                       [&](const RunConfig& c) { return device.plan(c) - taken_bytes <= memory.available_bytes; })));
   }
-  const int64_t num_processes = sharers.num_ranks + (sharers.spare ? 1 : 0);
   const int64_t others =
-      std::max(int64_t{0}, in_use - taken_bytes - context - (num_processes - 1) * (planned + context));
-  const auto together = [&](int64_t plan_bytes) { return num_processes * (plan_bytes + context); };
+      std::max(int64_t{0}, in_use - taken_bytes - device.context - (together(config) - (planned + device.context)));
   const int64_t room = memory.total_bytes - others;
+  const int64_t num_spares = device.num_spares(config);
   return resource_exhausted(fmt::format(
-      "{} rank{}{} share this GPU and need {} of its {} together, each {} for its step and {} that the driver keeps; "
-      "{} are free now, of which this process needs {}, and others hold at least {}: {} too much; {}{}",
-      sharers.num_ranks, shared ? "s" : "", sharers.spare ? " and a spare" : "", mebibytes(together(planned)),
-      mebibytes(memory.total_bytes), mebibytes(planned), mebibytes(context), mebibytes(memory.available_bytes),
-      mebibytes(needed), mebibytes(others), mebibytes(together(planned) - room),
-      nearest([&](const RunConfig& c) { return together(plan(c)) <= room; }),
-      sharers.spare ? "; recovery.spares = 0 asks for none" : ""));
+      "{} share this GPU and need {} of its {} together, each {} for its step and {} that the driver keeps; {} are "
+      "free now, of which this process needs {}, and others hold at least {}: {} too much; {}{}",
+      device.names(sharers.spare ? num_spares : 0), mebibytes(together(config)), mebibytes(memory.total_bytes),
+      mebibytes(planned), mebibytes(device.context), mebibytes(memory.available_bytes), mebibytes(needed),
+      mebibytes(others), mebibytes(together(config) - room),
+      device.nearest(config, [&](const RunConfig& c) { return together(c) <= room; }),
+      num_spares == 0 ? ""
+      : sharers.spare ? "; recovery.spares = 0 asks for none"
+                      : "; spares count among the others, and recovery.spares = 0 asks for none"));
+}
+
+Result<std::string> describe_device_sharing(const RunConfig& config, int world_size, const runtime::Backend& backend,
+                                            int num_ranks) {
+  const DeviceSharers sharers{.num_ranks = num_ranks};
+  KTG_ASSIGN_OR_RETURN(const runtime::DeviceMemory memory, backend.memory());
+  const SharedDevice device{.backend = backend, .world_size = world_size, .sharers = sharers, .memory = memory};
+  const int64_t num_spares = device.num_spares(config);
+  if (num_ranks == 1 && num_spares == 0) return std::string();
+  const int64_t need = device.all_need(config);
+  std::string out =
+      fmt::format("  {} on this GPU need {} of its {}, {} each of it for the driver\n", device.names(num_spares),
+                  mebibytes(need), mebibytes(memory.total_bytes), mebibytes(device.context));
+  if (need <= memory.total_bytes) return out;
+  return out + fmt::format(
+                   "  that is {} too much, so no spare is kept: who takes a dead rank's place starts then; {}; "
+                   "recovery.spares = 0 asks for none\n",
+                   mebibytes(need - memory.total_bytes), device.nearest(config, [&](const RunConfig& c) {
+                     return c.recovery.spares > 0 && device.all_need(c) <= memory.total_bytes;
+                   }));
 }
 
 Result<std::vector<void*>> allocate_snapshot_slots(comm::SymmetricHeap& heap, const MemoryPlan& plan) {

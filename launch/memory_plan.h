@@ -67,10 +67,10 @@ int64_t host_bytes_of_job(const RunConfig& config, int world_size);
 // Memory of this host that its processes may use: the machine's, or the limit of this process's control group.
 int64_t host_memory_bytes();
 
-// Who has memory of one GPU: ranks of a host take its GPUs in turn.
+// Who has memory of one GPU, beside the spares that recovery.spares asks for: ranks of a host take its GPUs in turn.
 struct DeviceSharers {
   int num_ranks = 1;
-  bool spare = false;  // the process that asks is none of them
+  bool spare = false;  // the process that asks is none of them but a spare
 };
 int ranks_on_device(int local_rank, int ranks_on_host, int num_devices);
 
@@ -84,11 +84,19 @@ int ranks_on_device(int local_rank, int ranks_on_host, int num_devices);
 //   This asks nothing of what is in use, so all ranks come to the same verdict, but for what the driver keeps: that is
 //   at most what this process finds in use.
 // What others than the job hold cannot be told from what sisters hold. At least theirs is what is in use beyond all
-// that this process and its sisters could have taken by now; a setting is said to fit when all ranks fit beside that.
-// A spare starts once the ranks have their memory, so they never make room for it: it needs its own plan to be free,
-// and what is said of settings counts it beside them.
+// that this process and its sisters could have taken by now (a spare has ranks and spares for sisters); a setting is
+// said to fit when all of them fit beside that.
+// A spare holds a copy of all that its worker holds on the GPU, so that it takes over at once. Spares start once the
+// ranks have their memory, and ranks never make room for them: a run trains without. Of those that a GPU's ranks ask
+// for (recovery.spares each) all fit beside the ranks, or none starts: one that took what a rank without a spare has
+// just left would keep its replacement out.
 Status check_device_memory(const RunConfig& config, int world_size, const runtime::Backend& backend,
                            int64_t taken_bytes, const DeviceSharers& sharers);
+
+// Lines below the plan: who shares the GPU, what they need together, and where that is too much for spares what would
+// make room for them. Empty for a rank that has a GPU for itself and no spares.
+Result<std::string> describe_device_sharing(const RunConfig& config, int world_size, const runtime::Backend& backend,
+                                            int num_ranks);
 
 // Snapshot slots are the first allocations in a rank's heap, made alike by its worker and its agent. A slot holds
 // what state_layout() says of the state of one step; its last bytes are the step's notes.

@@ -59,10 +59,15 @@ std::vector<Setting> settings_of(const RunConfig& config, int world_size) {
   if (config.on_cuda() && !config.optimizer.offload) {
     all.push_back({{"optimizer.offload = true", [](RunConfig& c) { c.optimizer.offload = true; }}});
   }
-  if (config.recovery.spares > 0 || config.recovery.snapshot_every > 0 || config.checkpoint.every > 0) {
-    all.push_back({{"recovery.spares = 0, recovery.snapshot_every = 0 and checkpoint.every = 0",
-                    [](RunConfig& c) { c.recovery.spares = c.recovery.snapshot_every = c.checkpoint.every = 0; }}});
+  Setting recovery;
+  if (config.recovery.spares > 0) {
+    recovery.push_back({"recovery.spares = 0", [](RunConfig& c) { c.recovery.spares = 0; }});
   }
+  if (config.recovery.snapshot_every > 0 || config.checkpoint.every > 0) {
+    recovery.push_back({"recovery.spares = 0, recovery.snapshot_every = 0 and checkpoint.every = 0",
+                        [](RunConfig& c) { c.recovery.spares = c.recovery.snapshot_every = c.checkpoint.every = 0; }});
+  }
+  if (!recovery.empty()) all.push_back(std::move(recovery));
   return all;
 }
 

@@ -142,11 +142,11 @@ Status TrainerImpl::build() {
     KTG_ASSIGN_OR_RETURN(const runtime::DeviceMemory memory, backend_->memory());
     device_->bytes_free_before = memory.available_bytes;
     const int64_t heap_bytes = environment_.state_heap == nullptr ? 0 : environment_.state_heap->capacity_bytes();
-    const int num_ranks =
+    device_->num_ranks =
         ranks_on_device(environment_.local_rank, environment_.world_size, runtime::count_cuda_devices().count);
     KTG_RETURN_IF_ERROR(check_device_memory(config_, environment_.world_size, *backend_,
                                             backend_->library_bytes() + heap_bytes,
-                                            {.num_ranks = num_ranks, .spare = environment_.warm_up}));
+                                            {.num_ranks = device_->num_ranks, .spare = environment_.warm_up}));
     begin_tuning();
   }
   state_layout_ =

@@ -106,7 +106,10 @@ Status TrainerImpl::join_devices() {
   }
   if (environment_.rank != 0 || std::exchange(plan_printed_, true)) return ok_status();
   const char* const attention = backend_->kernels().attention->library(attention_shape(), config_.dtype());
-  std::string message = fmt::format("{}, attention: {}\n{}", backend_->description(), attention, plan_.to_string());
+  KTG_ASSIGN_OR_RETURN(const std::string sharing,
+                       describe_device_sharing(config_, environment_.world_size, *backend_, device_->num_ranks));
+  std::string message =
+      fmt::format("{}, attention: {}\n{}{}", backend_->description(), attention, plan_.to_string(), sharing);
   if (device_communicator_) message += exchange_note_;
   return environment_.link->publish("log", message);
 }

@@ -53,6 +53,7 @@ struct DeviceStep {
 
   runtime::Buffer sums;           // host memory that kernels write: one LossSums, three digests
   int64_t bytes_free_before = 0;  // of the device, before anything was taken
+  int num_ranks = 1;              // that share it
 };
 
 class TrainerImpl final : public Trainer {

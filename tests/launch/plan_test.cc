@@ -114,6 +114,10 @@ TEST(NearestFitTest, ChangesAsLittleAsIsEnough) {
   EXPECT_EQ(nearest([](const RunConfig& r) { return r.optimizer.offload && r.training.micro_batch_size == 1; }),
             "training.micro_batch_size = 1 with optimizer.offload = true would fit");
   EXPECT_THAT(nearest([](const RunConfig&) { return false; }), HasSubstr("no mode"));
+  const auto spares = [](const RunConfig& r) { return r.recovery.spares == 0; };
+  RunConfig with_spares = c;
+  with_spares.recovery.spares = 2;
+  EXPECT_EQ(nearest_fit(with_spares, 4, spares), "recovery.spares = 0 would fit");
 }
 
 TEST(DeviceMemoryTest, ARunThatDoesNotFitIsRefusedAndWhatWouldFitIsNamed) {
@@ -154,7 +158,7 @@ class SharedDeviceTest : public testing::Test {
   }
 
   const SmallGpu any_{0};
-  const RunConfig config_ = with_batch(llama(8, 1024, 16, 16, 4096, 8192), 128, 8);
+  RunConfig config_ = with_batch(llama(8, 1024, 16, 16, 4096, 8192), 128, 8);
   const int64_t plan_ = plan_memory(config_, 4, &any_).device_bytes();
   const int64_t rank_ = plan_ + kContext;
   const int64_t all_ = 4 * rank_;
@@ -187,15 +191,50 @@ TEST_F(SharedDeviceTest, MemoryOfOthersIsCountedBesideThatOfSisters) {
               HasSubstr("others hold at least 105.00 MiB: 5.00 MiB too much"));
 }
 
-// Ranks do not make room for it, since they would train without it.
-TEST_F(SharedDeviceTest, ASpareIsRefusedBesideRanksThatAreNot) {
-  const DeviceSharers spare{.num_ranks = 4, .spare = true};
-  EXPECT_TRUE(check(all_ + kContext, all_ + rank_, spare).ok());
-  const Status status = check(all_ + kContext, all_ + rank_ - kMiB, spare);
-  EXPECT_THAT(status.message(), HasSubstr("4 ranks and a spare share this GPU"));
+class SparesOnADeviceTest : public SharedDeviceTest {
+ protected:
+  SparesOnADeviceTest() { config_.recovery.spares = 1; }
+  std::string described(int64_t total) const {
+    return describe_device_sharing(config_, 4, SmallGpu(0, total), /*num_ranks=*/4).value();
+  }
+  const DeviceSharers spare_{.num_ranks = 4, .spare = true};
+};
+
+// Ranks do not make room for them, since they train without.
+TEST_F(SparesOnADeviceTest, AllFitBesideTheRanksOrNoneStarts) {
+  EXPECT_TRUE(check(all_ + kContext, 2 * all_, spare_).ok());
+  EXPECT_TRUE(check(2 * all_ - rank_ + kContext, 2 * all_, spare_).ok()) << "three spares are there";
+  const int64_t total = 2 * all_ - kMiB;
+  const Status status = check(all_ + kContext, total, spare_);
+  EXPECT_EQ(status.code(), StatusCode::kResourceExhausted);
+  EXPECT_THAT(status.message(), HasSubstr("4 ranks and 4 spares share this GPU"));
   EXPECT_THAT(status.message(), HasSubstr("1.00 MiB too much"));
-  EXPECT_THAT(status.message(), HasSubstr("recovery.spares = 0"));
-  EXPECT_TRUE(check(kContext, all_ + rank_ - kMiB).ok());
+  EXPECT_THAT(status.message(), HasSubstr("would fit; recovery.spares = 0 asks for none"));
+  EXPECT_TRUE(check(kContext, total).ok());
+  EXPECT_THAT(check(kContext, all_ - kMiB).message(), HasSubstr("4 ranks share this GPU"));
+}
+
+TEST_F(SparesOnADeviceTest, OneRankAndItsSpareShareAGpuToo) {
+  const DeviceSharers spare{.num_ranks = 1, .spare = true};
+  EXPECT_TRUE(check(rank_ + kContext, 2 * rank_, spare).ok());
+  EXPECT_THAT(check(rank_ + kContext, 2 * rank_ - kMiB, spare).message(), HasSubstr("1 rank and 1 spare share"));
+}
+
+TEST_F(SparesOnADeviceTest, ARankThatStartsAgainIsToldThatTheyMayHoldWhatItNeeds) {
+  EXPECT_TRUE(check(2 * all_ - rank_ + kContext, 2 * all_).ok());
+  const Status status = check(2 * all_ - rank_ + kContext + 10 * kMiB, 2 * all_);
+  EXPECT_THAT(status.message(), HasSubstr("10.00 MiB too much"));
+  EXPECT_THAT(status.message(), HasSubstr("spares count among the others, and recovery.spares = 0 asks for none"));
+}
+
+TEST_F(SparesOnADeviceTest, ThePlanSaysWhetherTheyFit) {
+  EXPECT_THAT(described(2 * all_), HasSubstr("4 ranks and 4 spares on this GPU need"));
+  EXPECT_THAT(described(2 * all_), Not(HasSubstr("too much")));
+  EXPECT_THAT(described(2 * all_ - 3 * kMiB), HasSubstr("3.00 MiB too much, so no spare is kept"));
+  EXPECT_THAT(described(2 * all_ - 3 * kMiB), HasSubstr("training.recompute = \"norms_and_activations\" would fit"));
+  config_.recovery.spares = 0;
+  EXPECT_THAT(described(all_), HasSubstr("4 ranks on this GPU need"));
+  EXPECT_EQ(describe_device_sharing(config_, 1, any_, /*num_ranks=*/1).value(), "");
 }
 
 // Sharded modes and a rank alone make such sums without.
