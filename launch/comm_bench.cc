@@ -2,8 +2,8 @@
 //
 //   comm_bench --ranks 8                          sizes 4 KiB to 64 MiB, all algorithms, forked processes
 //   mpirun -np 8 comm_bench -b 1M -e 64M          ranks started by mpirun
-//   comm_bench --backend nccl --ranks 4 --buffsize 0,1M,16M     GPU ranks: ring, tree and NCCL's choice by buffer and
-//   size comm_bench --ranks 8 --tune tuning.txt        measures and writes the table that comm.tuning_file names
+//   comm_bench --backend nccl --ranks 4           GPU ranks: NCCL's choice, ring, tree by protocol, buffer and size
+//   comm_bench --ranks 8 --tune tuning.txt        measures and writes the table that comm.tuning_file names
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -24,26 +24,57 @@
 namespace kintsugi::launch {
 namespace {
 
-// What the words on the command line mean together.
-Status complete(CommBenchOptions& a) {
-  KTG_ASSIGN_OR_RETURN(a.options.op, comm::parse_bench_op(a.op));
-  a.options.in_heap = a.memory == "symmetric";
-  a.options.on_gpus = a.backend == "nccl";
-  const std::string first = a.options.on_gpus ? "auto" : "direct";
-  a.options.algorithms = a.algorithms.empty() ? std::vector<std::string>{first, "ring", "tree"} : a.algorithms;
-  if (a.options.on_gpus && !a.tuning_file.empty()) return invalid_argument("--tune is for the host backend");
-  if (a.options.on_gpus && a.chunks_given) return invalid_argument("-k is for the host backend; nccl: --buffsize");
-  if (!a.options.on_gpus && a.buffsizes_given) return invalid_argument("--buffsize is for --backend nccl");
+// What counts on GPUs alone: what is left out, and what cannot be.
+Status complete_nccl(CommBenchOptions& a, bool launched) {
+  if (!a.tuning_file.empty()) return invalid_argument("--tune is for the host backend");
+  if (a.chunks_given) return invalid_argument("-k is for the host backend; nccl: --buffsize");
+  if (a.num_ranks < 2) {
+    return invalid_argument("--ranks " + std::to_string(a.num_ranks) + ": NCCL has something to do from 2 on");
+  }
+  if (a.algorithms.empty()) a.options.algorithms = {"auto", "ring", "tree"};
+  for (const std::string& algorithm : a.options.algorithms) {
+    comm::CommConfig config;
+    config.algorithm = algorithm;
+    KTG_RETURN_IF_ERROR(config.validate());
+    KTG_RETURN_IF_ERROR(comm::check_nccl_config(config));
+    if (a.options.op != comm::BenchOp::kAllReduce && !a.algorithms.empty() && algorithm != "auto") {
+      return invalid_argument("-a " + algorithm + ": algorithms are all_reduce's; with -o " + a.op +
+                              " auto alone is allowed");
+    }
+  }
+  a.options.protocols = a.protocols.empty() ? std::vector<std::string>{"auto", "simple"} : a.protocols;
+  const bool counts = std::any_of(a.options.protocols.begin(), a.options.protocols.end(), comm::uses_buffsize);
+  if (!a.buffsizes.empty() && !counts) {
+    return invalid_argument("--buffsize " + std::to_string(a.buffsizes[0]) +
+                            ": is the buffer of --protocol simple (or auto); ll and ll128 have their own");
+  }
+  if (launched && a.buffsizes.size() > 1) {
+    return invalid_argument("--buffsize: one value under mpirun, because it counts once a process");
+  }
+  if (a.buffsizes.empty()) {
+    a.buffsizes = launched || !counts ? std::vector<int64_t>{0} : std::vector<int64_t>{1 << 20, 4 << 20, 16 << 20};
+  }
   for (const int64_t buffsize : a.buffsizes) {
     comm::CommConfig config;
     config.nccl_buffsize = buffsize;
     KTG_RETURN_IF_ERROR(config.validate());
   }
-  for (const std::string& algorithm : a.options.algorithms) {
-    comm::CommConfig config;
-    config.algorithm = algorithm;
-    if (a.options.on_gpus) KTG_RETURN_IF_ERROR(comm::check_nccl_config(config));
-  }
+  return ok_status();
+}
+
+// What the words on the command line mean together.
+Status complete(CommBenchOptions& a, bool launched) {
+  KTG_ASSIGN_OR_RETURN(a.options.op, comm::parse_bench_op(a.op));
+  a.options.in_heap = a.memory == "symmetric";
+  a.options.on_gpus = a.backend == "nccl";
+  const bool gpus = a.options.on_gpus;
+  a.options.min_bytes = a.min_bytes.value_or(gpus ? 64 << 10 : 4 << 10);
+  a.options.max_bytes = a.max_bytes.value_or(std::max<int64_t>(a.options.min_bytes, gpus ? 16 << 20 : 64 << 20));
+  a.options.factor = a.factor.value_or(gpus ? 16 : 4);
+  a.options.algorithms = a.algorithms.empty() ? std::vector<std::string>{"direct", "ring", "tree"} : a.algorithms;
+  if (gpus) KTG_RETURN_IF_ERROR(complete_nccl(a, launched));
+  if (!gpus && !a.buffsizes.empty()) return invalid_argument("--buffsize is for --backend nccl; host: -k");
+  if (!gpus && !a.protocols.empty()) return invalid_argument("--protocol is for --backend nccl");
   if (!a.tuning_file.empty()) {
     if (a.options.op != comm::BenchOp::kAllReduce) return invalid_argument("--tune measures all_reduce");
     if (!a.chunks_given) a.options.chunks = {0, 64 << 10, 256 << 10, 1 << 20};
@@ -70,7 +101,7 @@ Result<std::vector<comm::BenchRow>> measure(const CommBenchOptions& a, BenchWorl
   };
   if (a.options.on_gpus) {
     KTG_ASSIGN_OR_RETURN(const auto gpu, GpuBench::create(world, a.options));
-    if (speaks) std::fputs((gpu->banner() + header(a.options, world.world_size())).c_str(), stdout);
+    if (speaks && a.is_first) std::fputs((gpu->banner() + header(a.options, world.world_size())).c_str(), stdout);
     return run_bench(a.options, world.world_size(), gpu->place(), on_row);
   }
   const auto backend = runtime::create_cpu_backend({.num_threads = 1});
@@ -109,6 +140,7 @@ Status write_files(const CommBenchOptions& a, int world_size, int rows_fd) {
     rows.push_back(std::move(row));
     begin = end + 1;
   }
+  if (a.options.on_gpus) std::fputs(by_size(rows).c_str(), stdout);
   if (!a.json_file.empty()) KTG_RETURN_IF_ERROR(write_file(a.json_file, to_json(a.options, world_size, rows)));
   if (a.tuning_file.empty()) return ok_status();
   KTG_RETURN_IF_ERROR(write_file(a.tuning_file, make_tuning(rows, world_size).to_text()));
@@ -133,13 +165,16 @@ int main_of(int argc, char** argv) {
   CommBenchOptions arguments;
   const CommandLineOutcome outcome = parse_comm_bench_command_line(argc, argv, &arguments);
   if (!outcome.run) return stop_as_told(outcome);
-  if (const Status status = complete(arguments); !status.ok()) return report(status, kExitUsage);
-  const int64_t heap_bytes = comm::bench_heap_bytes(arguments.options);
   const char* rank = std::getenv("OMPI_COMM_WORLD_RANK");
   const char* size = std::getenv("OMPI_COMM_WORLD_SIZE");
   const char* job = std::getenv("PMIX_NAMESPACE");
   const bool launched = rank != nullptr && size != nullptr && job != nullptr;
-  const int num_ranks = launched ? std::atoi(size) : arguments.num_ranks;
+  if (launched) arguments.num_ranks = std::atoi(size);
+  const int num_ranks = arguments.num_ranks;
+  if (const Status status = complete(arguments, launched); !status.ok()) {
+    return launched && std::atoi(rank) != 0 ? kExitUsage : report(status, kExitUsage);
+  }
+  const int64_t heap_bytes = comm::bench_heap_bytes(arguments.options);
   if (arguments.options.root >= num_ranks) {
     const Status status = invalid_argument("--root " + std::to_string(arguments.options.root) + ": there are " +
                                            std::to_string(num_ranks) + " ranks");
@@ -149,16 +184,13 @@ int main_of(int argc, char** argv) {
   if (!rows.valid()) return report(status_from_errno(errno, "memory for the rows"), kExitFailure);
   int code = 0;
   if (launched) {
-    if (arguments.buffsizes.size() > 1) {
-      return report(invalid_argument("--buffsize: one value under mpirun, because it counts once a process"),
-                    kExitUsage);
-    }
-    arguments.options.nccl_buffsize = arguments.buffsizes[0];
+    if (!arguments.buffsizes.empty()) arguments.options.nccl_buffsize = arguments.buffsizes[0];
     auto world = join_launched(std::atoi(rank), num_ranks, job, heap_bytes, Deadline::after(std::chrono::seconds(60)));
     if (!world.ok()) return report(world.status(), kExitFailure);
     code = run_and_report(arguments, **world, rows.get());
     if (std::atoi(rank) != 0) return code;
   } else {
+    if (!arguments.options.on_gpus) arguments.buffsizes = {0};
     for (const int64_t buffsize : arguments.buffsizes) {
       arguments.options.nccl_buffsize = buffsize;
       auto fds = create_bench_fds(num_ranks, arguments.options.on_gpus ? 0 : heap_bytes);
@@ -166,6 +198,9 @@ int main_of(int argc, char** argv) {
       const auto body = [&](BenchWorld& world) { return run_and_report(arguments, world, rows.get()); };
       code = run_forked(num_ranks, *fds, /*bound=*/!arguments.options.on_gpus, body);
       if (code != 0) break;
+      // What another buffer does not change is not measured again.
+      arguments.is_first = false;
+      std::erase_if(arguments.options.protocols, [](const std::string& name) { return !comm::uses_buffsize(name); });
     }
   }
   if (code != 0) return code;

@@ -10,6 +10,12 @@ namespace kintsugi::launch {
 
 Result<std::unique_ptr<GpuBench>> GpuBench::create(BenchWorld& world, const comm::BenchOptions& options) {
   std::unique_ptr<GpuBench> bench(new GpuBench(world));
+  // A table's rows are named after the options: what NCCL is left to choose is its own choice.
+  for (const char* name : {"NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE"}) {
+    if (std::getenv(name) == nullptr) continue;
+    bench->notes_ += "# note: " + std::string(name) + " of the environment is not used: -a, -p and --buffsize say it\n";
+    ::unsetenv(name);
+  }
   bench->nccl_buffsize_ = options.nccl_buffsize;
   const runtime::CudaDevices devices = runtime::count_cuda_devices();
   if (devices.count == 0) return failed_precondition("--backend nccl: " + devices.why_none);
@@ -25,7 +31,7 @@ Result<std::unique_ptr<GpuBench>> GpuBench::create(BenchWorld& world, const comm
 }
 
 std::string GpuBench::banner() const {
-  std::string text = "# " + comm::nccl_description() + ", " + backend_->description() + "\n";
+  std::string text = "# " + comm::nccl_description() + ", " + backend_->description() + "\n" + notes_;
   const comm::NcclPlace place{world_.rank(), world_.world_size(), num_gpus_};
   if (place.shares_gpu()) text += "# warning: " + warning_of(place) + "\n";
   return text;
@@ -38,7 +44,7 @@ comm::BenchPlace GpuBench::place() {
 Result<std::unique_ptr<comm::Communicator>> GpuBench::next(comm::CommConfig config) {
   control_.reset();
   config.nccl_buffsize = nccl_buffsize_;
-  ::unsetenv("NCCL_ALGO");
+  for (const char* name : {"NCCL_ALGO", "NCCL_PROTO"}) ::unsetenv(name);  // the communicator's before this one
   set_nccl_environment(config, {world_.rank(), world_.world_size(), num_gpus_});
   KTG_ASSIGN_OR_RETURN(control_, world_.next({}));
   return comm::create_nccl_communicator({.control = control_.get(),

@@ -23,6 +23,7 @@ class GpuBench {
 
   BenchWorld& world_;
   int64_t nccl_buffsize_ = 0;
+  std::string notes_;
   int num_gpus_ = 0;
   std::unique_ptr<runtime::Backend> backend_;
   std::unique_ptr<comm::DeviceHeap> heap_;

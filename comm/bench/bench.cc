@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <tuple>
 
 #include "comm/reduction_tree.h"
 
@@ -169,16 +170,26 @@ int iterations_for(int64_t size_bytes) {
   return static_cast<int>(std::clamp<int64_t>((int64_t{256} << 20) / std::max<int64_t>(1, size_bytes), 20, 1000));
 }
 
+constexpr int kGpuWarmUp = 2;
+constexpr double kGpuRowMicroseconds = 250'000, kGpuLeast = 5;
+
 Result<BenchRow> measure(const BenchOptions& options, Communicator& comm, const BenchPlace& place, float* x,
                          float* shares, int64_t size_bytes) {
   Measurement m(options, comm, place, x, shares, size_bytes);
-  BenchRow row{.size_bytes = size_bytes, .count = m.count(), .algorithm = {}, .chunk_bytes = 0};
+  BenchRow row{.size_bytes = size_bytes, .count = m.count(), .algorithm = {}, .protocol = {}, .chunk_bytes = 0};
   int64_t wrong = 0;
   if (options.check) {
     KTG_ASSIGN_OR_RETURN(wrong, m.check());
   }
-  const int iterations = options.num_iterations > 0 ? options.num_iterations : iterations_for(size_bytes);
-  const int warm_up = options.num_warm_up > 0 ? options.num_warm_up : std::max(5, iterations / 10);
+  int iterations = options.num_iterations > 0 ? options.num_iterations : iterations_for(size_bytes);
+  int warm_up = options.num_warm_up > 0 ? options.num_warm_up : std::max(5, iterations / 10);
+  if (options.on_gpus && options.num_iterations == 0) {
+    KTG_ASSIGN_OR_RETURN(const std::vector<float> tried, m.time(0, options.num_warm_up > 0 ? warm_up : kGpuWarmUp));
+    KTG_ASSIGN_OR_RETURN(const std::vector<float> known, slowest(comm, place, tried));  // the same on every rank
+    const double each = std::max(1.f, *std::min_element(known.begin(), known.end()));
+    iterations = static_cast<int>(std::clamp(kGpuRowMicroseconds / each, kGpuLeast, static_cast<double>(iterations)));
+    warm_up = 0;
+  }
   KTG_ASSIGN_OR_RETURN(const std::vector<float> own, m.time(warm_up, iterations));
   KTG_ASSIGN_OR_RETURN(std::vector<float> times, slowest(comm, place, own));
   if (options.check) {
@@ -228,6 +239,11 @@ Status validate(const BenchOptions& o) {
     config.algorithm = name;
     KTG_RETURN_IF_ERROR(config.validate());
   }
+  for (const std::string& name : o.protocols) {
+    CommConfig config;
+    config.protocol = name;
+    KTG_RETURN_IF_ERROR(config.validate());
+  }
   for (int64_t chunk : o.chunks) {
     CommConfig config;
     config.chunk_bytes = chunk;
@@ -240,6 +256,62 @@ int64_t bench_heap_bytes(const BenchOptions& options) {
   if (!options.in_heap) return 0;
   return options.max_bytes * (in_shares(options.op) ? 2 : 1) + 4096;
 }
+
+bool uses_buffsize(std::string_view protocol) { return protocol == "auto" || protocol == "simple"; }
+
+namespace {
+
+struct Cell {
+  int64_t size_bytes = 0;
+  CommConfig config;
+};
+
+// What is measured, in order. A communicator over NCCL takes half a second to make, so there sizes come together.
+std::vector<Cell> cells_of(const BenchOptions& options, int world_size) {
+  // Algorithms and chunks mean something to all_reduce alone.
+  const bool varied = options.op == BenchOp::kAllReduce;
+  const std::vector<std::string> fallback = {options.on_gpus ? "auto" : "direct"}, unnamed = {"auto"};
+  std::vector<CommConfig> configs;
+  for (const std::string& algorithm : varied ? options.algorithms : fallback) {
+    for (const std::string& protocol : options.on_gpus ? options.protocols : unnamed) {
+      for (const int64_t chunk : varied && !options.on_gpus ? options.chunks : std::vector<int64_t>{0}) {
+        CommConfig& config = configs.emplace_back();
+        config.algorithm = algorithm;
+        config.protocol = protocol;
+        config.chunk_bytes = chunk;
+      }
+    }
+  }
+  std::vector<int64_t> sizes;
+  for (int64_t size = options.min_bytes; size <= options.max_bytes; size *= options.factor) {
+    const int64_t whole = in_shares(options.op) ? size / (4 * world_size) * (4 * world_size) : size / 4 * 4;
+    if (whole > 0) sizes.push_back(whole);
+  }
+  std::vector<Cell> cells;
+  if (options.on_gpus) {
+    for (const CommConfig& config : configs) {
+      for (const int64_t size : sizes) cells.push_back({size, config});
+    }
+    return cells;
+  }
+  for (const int64_t size : sizes) {
+    for (const CommConfig& config : configs) {
+      // A chunk that is no smaller than the whole is the algorithm's own way, but for the tree's two halves.
+      const int64_t chunk = config.chunk_bytes;
+      if (chunk > size || (chunk == size && config.algorithm != "tree")) continue;
+      cells.push_back({size, config});
+    }
+  }
+  return cells;
+}
+
+// What the user can change about it.
+std::string name_of(const BenchOptions& options, const CommConfig& config) {
+  return fmt::format("-a {} --protocol {}{}", config.algorithm, config.protocol,
+                     options.nccl_buffsize == 0 ? "" : fmt::format(" --buffsize {}", options.nccl_buffsize));
+}
+
+}  // namespace
 
 Result<std::vector<BenchRow>> run_bench(const BenchOptions& options, int world_size, const BenchPlace& place,
                                         const std::function<void(const BenchRow&)>& on_row) {
@@ -257,27 +329,29 @@ Result<std::vector<BenchRow>> run_bench(const BenchOptions& options, int world_s
     }
   }
   std::vector<BenchRow> rows;
-  // Algorithms and chunks mean something to all_reduce alone.
-  const bool varied = options.op == BenchOp::kAllReduce;
-  const std::string fallback = options.on_gpus ? "auto" : "direct";
-  for (int64_t size = options.min_bytes; size <= bytes; size *= options.factor) {
-    const int64_t whole = in_shares(options.op) ? size / (4 * world_size) * (4 * world_size) : size / 4 * 4;
-    if (whole == 0) continue;
-    for (const std::string& algorithm : varied ? options.algorithms : std::vector<std::string>{fallback}) {
-      for (int64_t chunk : varied ? options.chunks : std::vector<int64_t>{0}) {
-        // A chunk that is no smaller than the whole is the algorithm's own way, but for the tree's two halves.
-        if (chunk > whole || (chunk == whole && algorithm != "tree")) continue;
-        CommConfig config;
-        config.algorithm = algorithm;
-        config.chunk_bytes = chunk;
-        KTG_ASSIGN_OR_RETURN(std::unique_ptr<Communicator> comm, place.make(config));
-        KTG_ASSIGN_OR_RETURN(BenchRow row, measure(options, *comm, place, memory[0], memory[1], whole));
-        row.algorithm = algorithm;
-        row.chunk_bytes = options.on_gpus ? options.nccl_buffsize : chunk;
-        if (comm->rank() == 0) on_row(row);
-        rows.push_back(row);
-      }
+  std::unique_ptr<Communicator> comm;
+  const std::vector<Cell> cells = cells_of(options, world_size);
+  for (size_t i = 0; i < cells.size(); ++i) {
+    const CommConfig& config = cells[i].config;
+    const bool same =
+        i > 0 && config.algorithm == cells[i - 1].config.algorithm && config.protocol == cells[i - 1].config.protocol;
+    if (!options.on_gpus || !same) {
+      comm.reset();
+      Result<std::unique_ptr<Communicator>> made = place.make(config);
+      if (!made.ok() && options.on_gpus) return made.status().with_context(name_of(options, config));
+      KTG_ASSIGN_OR_RETURN(comm, std::move(made));
     }
+    Result<BenchRow> measured = measure(options, *comm, place, memory[0], memory[1], cells[i].size_bytes);
+    if (!measured.ok() && options.on_gpus) return measured.status().with_context(name_of(options, config));
+    KTG_ASSIGN_OR_RETURN(BenchRow row, std::move(measured));
+    row.algorithm = config.algorithm;
+    row.chunk_bytes = config.chunk_bytes;
+    if (options.on_gpus) {
+      row.protocol = config.protocol;
+      row.chunk_bytes = uses_buffsize(config.protocol) ? options.nccl_buffsize : 0;
+    }
+    if (comm->rank() == 0) on_row(row);
+    rows.push_back(row);
   }
   return rows;
 }
@@ -315,31 +389,58 @@ TuningTable make_tuning(const std::vector<BenchRow>& rows, int world_size) {
 std::string header(const BenchOptions& options, int world_size) {
   return fmt::format(
       "# {}, {} ranks, {} memory; time: median over iterations of the slowest rank, barrier before each\n"
-      "#{:>12} {:>12} {:>8} {:>6} {:>5} {:>10} {:>10} {:>12} {:>9} {:>9} {:>8}\n"
-      "#{:>12} {:>12} {:>8} {:>6} {:>5} {:>10} {:>10} {:>12} {:>9} {:>9} {:>8}\n",
+      "#{:>12} {:>12} {:>8} {:>6} {:>5} {:>10}{} {:>10} {:>12} {:>9} {:>9} {:>8}\n"
+      "#{:>12} {:>12} {:>8} {:>6} {:>5} {:>10}{} {:>10} {:>12} {:>9} {:>9} {:>8}\n",
       name_of(options.op), world_size,
       options.on_gpus   ? "GPU"
       : options.in_heap ? "symmetric"
                         : "private",
-      "size", "count", "type", "redop", "root", "algorithm", options.on_gpus ? "buffsize" : "chunk", "time", "algbw",
-      "busbw", "#wrong", "(B)", "(elements)", "", "", "", "", "(B)", "(us)", "(GB/s)", "(GB/s)", "");
+      "size", "count", "type", "redop", "root", "algorithm", options.on_gpus ? " protocol" : "",
+      options.on_gpus ? "buffsize" : "chunk", "time", "algbw", "busbw", "#wrong", "(B)", "(elements)", "", "", "", "",
+      options.on_gpus ? "         " : "", "(B)", "(us)", "(GB/s)", "(GB/s)", "");
 }
 
 std::string format(const BenchRow& row, const BenchOptions& options) {
   const bool sums = options.op != BenchOp::kAllGather && options.op != BenchOp::kBroadcast;
-  return fmt::format(" {:>12} {:>12} {:>8} {:>6} {:>5} {:>10} {:>10} {:>12.1f} {:>9.2f} {:>9.2f} {:>8}\n",
+  return fmt::format(" {:>12} {:>12} {:>8} {:>6} {:>5} {:>10}{} {:>10} {:>12.1f} {:>9.2f} {:>9.2f} {:>8}\n",
                      row.size_bytes, row.count, "float", sums ? "sum" : "none",
                      options.op == BenchOp::kBroadcast ? options.root : -1, row.algorithm,
+                     options.on_gpus ? fmt::format(" {:>8}", row.protocol) : "",
                      row.chunk_bytes == 0 ? "own" : std::to_string(row.chunk_bytes), row.time_us, row.algbw, row.busbw,
                      row.num_wrong < 0 ? "N/A" : std::to_string(row.num_wrong));
+}
+
+std::string by_size(const std::vector<BenchRow>& rows) {
+  std::vector<int64_t> sizes;
+  std::vector<std::tuple<std::string, std::string, int64_t>> lines;  // in the order they were measured in
+  const auto line_of = [](const BenchRow& row) { return std::tuple(row.algorithm, row.protocol, row.chunk_bytes); };
+  for (const BenchRow& row : rows) {
+    if (std::find(sizes.begin(), sizes.end(), row.size_bytes) == sizes.end()) sizes.push_back(row.size_bytes);
+    if (std::find(lines.begin(), lines.end(), line_of(row)) == lines.end()) lines.push_back(line_of(row));
+  }
+  std::sort(sizes.begin(), sizes.end());
+  std::string text = fmt::format("# time (ms)\n#{:>10} {:>8} {:>10}", "algorithm", "protocol", "buffsize");
+  for (const int64_t size : sizes) text += fmt::format(" {:>12}", size);
+  for (const auto& line : lines) {
+    const auto& [algorithm, protocol, chunk] = line;
+    text += fmt::format("\n {:>10} {:>8} {:>10}", algorithm, protocol, chunk == 0 ? "own" : std::to_string(chunk));
+    for (const int64_t size : sizes) {
+      const auto at = std::find_if(rows.begin(), rows.end(),
+                                   [&](const BenchRow& row) { return row.size_bytes == size && line_of(row) == line; });
+      text += fmt::format(" {:>12}", at == rows.end() ? "" : fmt::format("{:.3f}", at->time_us / 1000));
+    }
+  }
+  return text + "\n";
 }
 
 namespace {
 
 nlohmann::json json_of(const BenchRow& row) {
-  return {{"size_bytes", row.size_bytes},   {"count", row.count},      {"algorithm", row.algorithm},
-          {"chunk_bytes", row.chunk_bytes}, {"time_us", row.time_us},  {"best_us", row.best_us},
-          {"algbw_gb_s", row.algbw},        {"busbw_gb_s", row.busbw}, {"num_wrong", row.num_wrong}};
+  return {{"size_bytes", row.size_bytes},   {"count", row.count},
+          {"algorithm", row.algorithm},     {"protocol", row.protocol},
+          {"chunk_bytes", row.chunk_bytes}, {"time_us", row.time_us},
+          {"best_us", row.best_us},         {"algbw_gb_s", row.algbw},
+          {"busbw_gb_s", row.busbw},        {"num_wrong", row.num_wrong}};
 }
 
 }  // namespace
@@ -363,6 +464,7 @@ Result<BenchRow> parse_line(const std::string& line) {
   return BenchRow{.size_bytes = json["size_bytes"],
                   .count = json["count"],
                   .algorithm = json["algorithm"],
+                  .protocol = json["protocol"],
                   .chunk_bytes = json["chunk_bytes"],
                   .time_us = json["time_us"],
                   .best_us = json["best_us"],

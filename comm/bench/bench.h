@@ -4,11 +4,15 @@
 // rank, and the row shows the median over the iterations. algbw = size / time; busbw = algbw times what a rank must at
 // least send, relative to the size: 2 (N-1)/N for all_reduce, (N-1)/N for reduce_scatter and all_gather, 1 for
 // broadcast, so that it compares with a link's speed whatever N is.
+//
+// On GPUs a row takes a quarter of a second unless the iterations are given (5 at least, and no more than by size):
+// ranks that share one wait for turns of it, tens of milliseconds a call.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -32,10 +36,14 @@ struct BenchOptions {
   int root = 0;
   std::vector<std::string> algorithms = {"direct"};
   std::vector<int64_t> chunks = {0};
-  // On GPUs: what NCCL_BUFFSIZE is in this process, which takes the chunk's place in the table; 0: NCCL's own.
   bool on_gpus = false;
+  // On GPUs: NCCL's protocols, and what NCCL_BUFFSIZE is in this process, which takes the chunk's place in the table;
+  // 0: NCCL's own.
+  std::vector<std::string> protocols = {"auto"};
   int64_t nccl_buffsize = 0;
 };
+// NCCL_BUFFSIZE is the buffer of NCCL's protocol "simple": the others have buffers of their own.
+bool uses_buffsize(std::string_view protocol);
 // Names the option that is wrong.
 Status validate(const BenchOptions& options);
 
@@ -43,6 +51,7 @@ struct BenchRow {
   int64_t size_bytes = 0;  // of all ranks' shares together
   int64_t count = 0;       // floats of one rank's argument, as the call takes it
   std::string algorithm;
+  std::string protocol;  // on GPUs
   int64_t chunk_bytes = 0;
   double time_us = 0;  // median over iterations of the slowest rank
   double best_us = 0;
@@ -52,7 +61,7 @@ struct BenchRow {
 };
 
 // Makes the communicator of the next generation with this configuration, on every rank in the same order, after every
-// rank has left the one before.
+// rank has left the one before. On GPUs one serves all sizes.
 using MakeCommunicator = std::function<Result<std::unique_ptr<Communicator>>(const CommConfig& config)>;
 
 // What a rank measures with. The data is the backend's memory; `heap` has room for bench_heap_bytes().
@@ -77,6 +86,8 @@ TuningTable make_tuning(const std::vector<BenchRow>& rows, int world_size);
 // The table, as text.
 std::string header(const BenchOptions& options, int world_size);
 std::string format(const BenchRow& row, const BenchOptions& options);
+// Rows by what was measured, sizes side by side: milliseconds.
+std::string by_size(const std::vector<BenchRow>& rows);
 std::string to_json(const BenchOptions& options, int world_size, const std::vector<BenchRow>& rows);
 // One row on a line, and back: how a process hands its rows to another.
 std::string to_line(const BenchRow& row);

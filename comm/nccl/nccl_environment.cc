@@ -22,6 +22,8 @@ std::vector<EnvironmentEntry> nccl_environment(const CommConfig& config, const N
     entries.push_back({"NCCL_ALGO", "allreduce:" + config.algorithm, /*overrides=*/true});
   }
   if (config.protocol != "auto") entries.push_back({"NCCL_PROTO", config.protocol, /*overrides=*/true});
+  // It goes to NCCL with the communicator, too, where the environment's would go before it.
+  if (config.max_ctas != 0) entries.push_back({"NCCL_MAX_CTAS", std::to_string(config.max_ctas), /*overrides=*/true});
   if (config.nccl_buffsize != 0) {
     entries.push_back({"NCCL_BUFFSIZE", std::to_string(config.nccl_buffsize), /*overrides=*/true});
   }

@@ -27,7 +27,8 @@ struct NcclPlace {
   bool shares_gpu() const { return ranks_on_host > gpus_on_host; }
 };
 
-// comm.algorithm is read at each communicator's start, comm.protocol too; comm.nccl_buffsize once a process.
+// comm.algorithm is read at each communicator's start, comm.protocol too; comm.nccl_buffsize and comm.max_ctas once a
+// process.
 // The algorithm is all_reduce's alone: NCCL has no tree for the others.
 std::vector<EnvironmentEntry> nccl_environment(const CommConfig& config, const NcclPlace& place);
 

@@ -135,7 +135,7 @@ class Run:
             path.unlink(missing_ok=True)
             buffsizes = ",".join(str(b) for b in ([0] if self.args.gpus == 1 else [0, MIB, 16 * MIB]))
             largest = (1 if self.args.quick else 16 if self.args.gpus == 1 else 256) * MIB
-            command = [ROOT / self.args.build / "bin/comm_bench", "--backend", "nccl", "--ranks", self.ranks, "-o", op, "-a", algorithms,
+            command = [ROOT / self.args.build / "bin/comm_bench", "--backend", "nccl", "--ranks", self.ranks, "-o", op, "-a", algorithms, "-p", "auto",
                        "-b", 64 << 10, "-e", largest, "-f", 16, "-n", 5 if self.args.gpus == 1 else 20, "-w", 3, "--buffsize", buffsizes,
                        "-J", path]
             try:

@@ -72,6 +72,17 @@ TEST(CommBenchProgramTest, WhatIsWrongIsSaidOnce) {
   refused("-a quick", 2, "quick");
   refused("-o shuffle", 2, "shuffle");
   refused("--ranks 2 -o broadcast -r 2", 2, "there are 2 ranks");
+  refused("--backend nccl -a direct", 2, "on GPUs allowed are");
+  refused("--backend nccl -a ring,star", 2, "\"star\"");
+  refused("--backend nccl -p ll256", 2, "comm.protocol = \"ll256\"");
+  refused("--backend nccl --buffsize 1M,5000", 2, "comm.nccl_buffsize = 5000");
+  refused("--backend nccl -p ll --buffsize 1M", 2, "ll and ll128 have their own");
+  refused("--backend nccl -o all_gather -a tree", 2, "-a tree: algorithms are all_reduce's");
+  refused("--backend nccl --ranks 1", 2, "--ranks 1");
+  refused("--backend nccl -k 64K", 2, "--buffsize");
+  refused("--backend nccl --tune x.txt", 2, "--tune is for the host backend");
+  refused("--buffsize 1M", 2, "--buffsize is for --backend nccl");
+  refused("-p simple", 2, "--protocol is for --backend nccl");
   refused("--ranks 4 -b 4 -e 100T", 1, "leaves");
   refused("--ranks 2 -b 1K -e 1K -n 2 -J /nonexistent/x.json", 1, "/nonexistent/x.json");
 }

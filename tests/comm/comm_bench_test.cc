@@ -67,6 +67,21 @@ TEST(BenchTest, EveryOperationIsCheckedElementByElement) {
   }
 }
 
+TEST(BenchTest, TheTableBySizeHasALineForEachCombination) {
+  const auto row = [](int64_t size, const char* algorithm, const char* protocol, int64_t buffsize, double us) {
+    return BenchRow{
+        .size_bytes = size, .algorithm = algorithm, .protocol = protocol, .chunk_bytes = buffsize, .time_us = us};
+  };
+  const std::string text =
+      by_size({row(65536, "ring", "simple", 1 << 20, 1500), row(1 << 20, "ring", "simple", 1 << 20, 2500),
+               row(1 << 20, "tree", "ll", 0, 28000)});
+  EXPECT_EQ(text,
+            "# time (ms)\n"
+            "# algorithm protocol   buffsize        65536      1048576\n"
+            "       ring   simple    1048576        1.500        2.500\n"
+            "       tree       ll        own                    28.000\n");
+}
+
 TEST(BenchTest, WrongOptionsAreNamed) {
   using testing::HasSubstr;
   EXPECT_FALSE(parse_bench_op("scatter").ok());
@@ -83,6 +98,9 @@ TEST(BenchTest, WrongOptionsAreNamed) {
   o = {};
   o.algorithms = {"quick"};
   EXPECT_THAT(validate(o).message(), HasSubstr("quick"));
+  o = {};
+  o.protocols = {"ll256"};
+  EXPECT_THAT(validate(o).message(), HasSubstr("comm.protocol"));
   o = {};
   o.chunks = {3};
   EXPECT_THAT(validate(o).message(), HasSubstr("chunk"));
