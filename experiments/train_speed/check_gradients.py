@@ -21,7 +21,8 @@ import torch
 
 from pytorch_model import Config, Model
 
-# Head sizes 64, 80, 96, 128; grouped queries; odd lengths and widths; tied and untied heads; recomputation.
+# Head sizes 64, 80, 96, 128; grouped queries; odd lengths and widths; tied and untied heads; recomputation;
+# queries and keys normed by head, as Qwen 3 has them.
 LLAMA = dict(family="llama", num_layers=3, dim=256, num_heads=4, num_kv_heads=2, ffn_dim=712, vocab_size=1000, max_seq_len=256)
 CASES = {
     "llama-64": (LLAMA, 4, 256, {}),
@@ -30,6 +31,8 @@ CASES = {
     "llama-128": (dict(LLAMA, dim=512, head_dim=128, num_kv_heads=1, rope_theta=500000.0), 2, 255, {}),
     "llama-tied": (dict(LLAMA, tied_embedding=True, vocab_size=1536), 2, 256, {}),
     "llama-recompute": (LLAMA, 4, 256, {"training.recompute": "block"}),
+    "qwen3-64": (dict(LLAMA, qk_norm=True), 3, 201, {}),
+    "qwen3-128": (dict(LLAMA, dim=512, head_dim=128, qk_norm=True), 2, 256, {}),
     "llama-768": (dict(LLAMA, num_layers=4, dim=768, num_heads=12, num_kv_heads=12, ffn_dim=2048, vocab_size=50304, max_seq_len=1024), 2, 1024, {}),
     "gpt2": (dict(LLAMA, family="gpt2", num_kv_heads=4, ffn_dim=1024, tied_embedding=True), 3, 250, {}),
 }
@@ -83,6 +86,8 @@ def parts(c):
                 (ours + "mlp.gate_proj.weight", theirs + "up.weight", 0, c.F),
                 (ours + "mlp.up_proj.weight", theirs + "up.weight", c.F, 2 * c.F),
                 (ours + "mlp.down_proj.weight", theirs + "down.weight", None, None)]
+        if c.qk_norm:
+            out += [(ours + f"self_attn.{a}_norm.weight", theirs + f"{a}_norm.weight", None, None) for a in "qk"]
     return out
 
 

@@ -25,6 +25,7 @@ class Config:
         self.eps = model.get("norm_eps", 1e-5)
         self.theta = model.get("rope_theta", 10000.0)
         self.tied = model.get("tied_embedding", False)
+        self.qk_norm = model.get("qk_norm", False)
         self.gpt2 = self.family == "gpt2"
 
 
@@ -86,6 +87,8 @@ class Block(nn.Module):
         self.norm1, self.norm2 = Norm(c.C, c.gpt2, c.eps), Norm(c.C, c.gpt2, c.eps)
         residual = 0.02 / math.sqrt(2 * c.L)
         self.qkv = Linear(c.C, (c.H + 2 * c.K) * c.D, c.gpt2, 0.02)
+        if c.qk_norm:
+            self.q_norm, self.k_norm = Norm(c.D, False, c.eps), Norm(c.D, False, c.eps)
         self.o = Linear(c.H * c.D, c.C, c.gpt2, residual)
         self.up = Linear(c.C, c.F if c.gpt2 else 2 * c.F, c.gpt2, 0.02)
         self.down = Linear(c.F, c.C, c.gpt2, residual)
@@ -93,6 +96,8 @@ class Block(nn.Module):
     def forward(self, x, cos, sin):
         c, (B, T, _) = self.c, x.shape
         q, k, v = self.qkv(self.norm1(x)).view(B, T, c.H + 2 * c.K, c.D).transpose(1, 2).split((c.H, c.K, c.K), dim=1)
+        if c.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         if not c.gpt2:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=c.K != c.H)
