@@ -51,7 +51,7 @@ struct BenchRow {
   int64_t size_bytes = 0;  // of all ranks' shares together
   int64_t count = 0;       // floats of one rank's argument, as the call takes it
   std::string algorithm;
-  std::string protocol;  // on GPUs
+  std::string protocol{};  // on GPUs
   int64_t chunk_bytes = 0;
   double time_us = 0;  // median over iterations of the slowest rank
   double best_us = 0;
