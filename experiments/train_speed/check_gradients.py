@@ -22,8 +22,9 @@ import torch
 from pytorch_model import Config, Model
 
 # Head sizes 64, 80, 96, 128; grouped queries; odd lengths and widths; tied and untied heads; recomputation;
-# queries and keys normed by head, as Qwen 3 has them.
+# queries and keys normed by head, as Qwen 3 has them; several documents a sequence, which begin at 0 and at CUTS.
 LLAMA = dict(family="llama", num_layers=3, dim=256, num_heads=4, num_kv_heads=2, ffn_dim=712, vocab_size=1000, max_seq_len=256)
+CUTS = (1, 37, 100, 164)
 CASES = {
     "llama-64": (LLAMA, 4, 256, {}),
     "llama-80": (dict(LLAMA, dim=320, head_dim=80, num_kv_heads=4), 2, 199, {}),
@@ -33,6 +34,9 @@ CASES = {
     "llama-recompute": (LLAMA, 4, 256, {"training.recompute": "block"}),
     "qwen3-64": (dict(LLAMA, qk_norm=True), 3, 201, {}),
     "qwen3-128": (dict(LLAMA, dim=512, head_dim=128, qk_norm=True), 2, 256, {}),
+    "documents-64": (LLAMA, 3, 256, {"cut": CUTS}),
+    "documents-80": (dict(LLAMA, dim=320, head_dim=80, num_kv_heads=4), 2, 199, {"cut": CUTS}),
+    "documents-128": (dict(LLAMA, dim=512, head_dim=128, qk_norm=True), 2, 255, {"cut": CUTS}),
     "llama-768": (dict(LLAMA, num_layers=4, dim=768, num_heads=12, num_kv_heads=12, ffn_dim=2048, vocab_size=50304, max_seq_len=1024), 2, 1024, {}),
     "gpt2": (dict(LLAMA, family="gpt2", num_kv_heads=4, ffn_dim=1024, tied_embedding=True), 3, 250, {}),
 }
@@ -47,6 +51,8 @@ def dump(args, folder, model, B, T, sets, dtype):
         f.write("[model]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in model.items()))
     sets = {"device": args.device, "training.dtype": dtype, "training.seq_len": T, "training.global_batch_size": B, **sets}
     command = [args.program or os.path.join(args.build, "bin", "gradient_dump"), config, folder]
+    cuts = sets.pop("cut", ())
+    command += ["--cut", *map(str, cuts)] if cuts else []
     for key, value in sets.items():
         command += ["--set", f"{key}={value}"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -56,6 +62,7 @@ def dump(args, folder, model, B, T, sets, dtype):
         out = json.load(f)
     for key in "weights", "gradients":
         out[key] = np.fromfile(os.path.join(folder, key + ".bin"), dtype="<f4")
+    out["documents"] = list(zip((0, *cuts), (*cuts, T)))
     out["ids"] = torch.from_numpy(np.fromfile(os.path.join(folder, "ids.bin"), dtype="<i4").reshape(2, B, T)).long()
     return out
 
@@ -106,10 +113,13 @@ def pytorch(c, ours, dtype, rounded, device):
     inputs, targets = ours["ids"].to(device)
     targets = torch.where(targets < 0, -100, targets)  # PyTorch's ignored index
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        loss = model(inputs, targets, reduction="sum")
-        loss.backward()
+        loss = 0.0
+        for begin, end in ours["documents"]:  # a document is a sequence of its own
+            part = model(inputs[:, begin:end], targets[:, begin:end], reduction="sum")
+            part.backward()
+            loss += part.item()
     named = dict(model.named_parameters())
-    return loss.item(), {name: named[theirs].grad[begin:end].float().cpu().numpy().ravel() for name, theirs, begin, end in parts(c)}
+    return loss, {name: named[theirs].grad[begin:end].float().cpu().numpy().ravel() for name, theirs, begin, end in parts(c)}
 
 
 def cosine(a, b):
