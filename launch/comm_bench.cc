@@ -31,7 +31,6 @@ Status complete_nccl(CommBenchOptions& a, bool launched) {
   if (a.num_ranks < 2) {
     return invalid_argument("--ranks " + std::to_string(a.num_ranks) + ": NCCL has something to do from 2 on");
   }
-  if (a.algorithms.empty()) a.options.algorithms = {"auto", "ring", "tree"};
   for (const std::string& algorithm : a.options.algorithms) {
     comm::CommConfig config;
     config.algorithm = algorithm;
@@ -71,7 +70,8 @@ Status complete(CommBenchOptions& a, bool launched) {
   a.options.min_bytes = a.min_bytes.value_or(gpus ? 64 << 10 : 4 << 10);
   a.options.max_bytes = a.max_bytes.value_or(std::max<int64_t>(a.options.min_bytes, gpus ? 16 << 20 : 64 << 20));
   a.options.factor = a.factor.value_or(gpus ? 16 : 4);
-  a.options.algorithms = a.algorithms.empty() ? std::vector<std::string>{"direct", "ring", "tree"} : a.algorithms;
+  const std::string first = gpus ? "auto" : "direct";
+  a.options.algorithms = a.algorithms.empty() ? std::vector<std::string>{first, "ring", "tree"} : a.algorithms;
   if (gpus) KTG_RETURN_IF_ERROR(complete_nccl(a, launched));
   if (!gpus && !a.buffsizes.empty()) return invalid_argument("--buffsize is for --backend nccl; host: -k");
   if (!gpus && !a.protocols.empty()) return invalid_argument("--protocol is for --backend nccl");

@@ -227,7 +227,6 @@ struct SharedDevice {
   const runtime::Backend& backend;
   const int world_size;
   const DeviceSharers& sharers;
-  runtime::DeviceMemory memory;
   int64_t context = kContextBytes;
 
   int64_t plan(const RunConfig& c) const { return plan_memory(c, world_size, &backend).device_bytes(); }
@@ -259,7 +258,6 @@ Status check_device_memory(const RunConfig& config, int world_size, const runtim
   const SharedDevice device{.backend = backend,
                             .world_size = world_size,
                             .sharers = sharers,
-                            .memory = memory,
                             .context = std::clamp(in_use - taken_bytes, int64_t{0}, kContextBytes)};
   const auto together = [&](const RunConfig& c) { return sharers.spare ? device.all_need(c) : device.ranks_need(c); };
   const int64_t planned = device.plan(config), needed = planned - taken_bytes;
@@ -292,7 +290,7 @@ Result<std::string> describe_device_sharing(const RunConfig& config, int world_s
                                             int num_ranks) {
   const DeviceSharers sharers{.num_ranks = num_ranks};
   KTG_ASSIGN_OR_RETURN(const runtime::DeviceMemory memory, backend.memory());
-  const SharedDevice device{.backend = backend, .world_size = world_size, .sharers = sharers, .memory = memory};
+  const SharedDevice device{.backend = backend, .world_size = world_size, .sharers = sharers};
   const int64_t num_spares = device.num_spares(config);
   if (num_ranks == 1 && num_spares == 0) return std::string();
   const int64_t need = device.all_need(config);

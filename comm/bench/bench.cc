@@ -176,7 +176,7 @@ constexpr double kGpuRowMicroseconds = 250'000, kGpuLeast = 5;
 Result<BenchRow> measure(const BenchOptions& options, Communicator& comm, const BenchPlace& place, float* x,
                          float* shares, int64_t size_bytes) {
   Measurement m(options, comm, place, x, shares, size_bytes);
-  BenchRow row{.size_bytes = size_bytes, .count = m.count(), .algorithm = {}, .protocol = {}, .chunk_bytes = 0};
+  BenchRow row{.size_bytes = size_bytes, .count = m.count()};
   int64_t wrong = 0;
   if (options.check) {
     KTG_ASSIGN_OR_RETURN(wrong, m.check());
@@ -335,15 +335,15 @@ Result<std::vector<BenchRow>> run_bench(const BenchOptions& options, int world_s
     const CommConfig& config = cells[i].config;
     const bool same =
         i > 0 && config.algorithm == cells[i - 1].config.algorithm && config.protocol == cells[i - 1].config.protocol;
-    if (!options.on_gpus || !same) {
-      comm.reset();
-      Result<std::unique_ptr<Communicator>> made = place.make(config);
-      if (!made.ok() && options.on_gpus) return made.status().with_context(name_of(options, config));
-      KTG_ASSIGN_OR_RETURN(comm, std::move(made));
-    }
-    Result<BenchRow> measured = measure(options, *comm, place, memory[0], memory[1], cells[i].size_bytes);
+    const auto measured = [&]() -> Result<BenchRow> {
+      if (!options.on_gpus || !same) {
+        comm.reset();
+        KTG_ASSIGN_OR_RETURN(comm, place.make(config));
+      }
+      return measure(options, *comm, place, memory[0], memory[1], cells[i].size_bytes);
+    }();
     if (!measured.ok() && options.on_gpus) return measured.status().with_context(name_of(options, config));
-    KTG_ASSIGN_OR_RETURN(BenchRow row, std::move(measured));
+    KTG_ASSIGN_OR_RETURN(BenchRow row, measured);
     row.algorithm = config.algorithm;
     row.chunk_bytes = config.chunk_bytes;
     if (options.on_gpus) {

@@ -50,7 +50,7 @@ Status validate(const BenchOptions& options);
 struct BenchRow {
   int64_t size_bytes = 0;  // of all ranks' shares together
   int64_t count = 0;       // floats of one rank's argument, as the call takes it
-  std::string algorithm;
+  std::string algorithm{};
   std::string protocol{};  // on GPUs
   int64_t chunk_bytes = 0;
   double time_us = 0;  // median over iterations of the slowest rank

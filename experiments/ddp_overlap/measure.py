@@ -35,14 +35,6 @@ def size(text: str) -> int:
     return value
 
 
-def gpus() -> list[str]:
-    try:
-        done = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True)
-    except FileNotFoundError:  # no driver
-        return []
-    return done.stdout.strip().splitlines() if done.returncode == 0 else []
-
-
 def run(args: argparse.Namespace, bucket: int, overlap: bool, seconds: float) -> dict:
     # As where ranks have a GPU each: with fewer sums in the queue the host would wait in the middle of backward.
     sets = ["comm.max_queued=8", f"comm.bucket_bytes={bucket}", f"comm.first_bucket_bytes={min(bucket, 1 << 20)}",
@@ -96,7 +88,7 @@ def main() -> int:
     if args.table:
         print(table(json.loads(pathlib.Path(args.table).read_text())), end="")
         return 0
-    found = gpus()
+    found = timed_run.gpus()
     if not found:
         print("nvidia-smi names no GPU", file=sys.stderr)
         return 2

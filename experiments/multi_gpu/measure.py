@@ -34,7 +34,7 @@ import report
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(ROOT / "experiments/train_speed"))
-from timed_run import Failed, run_limited, timed_run  # noqa: E402
+from timed_run import Failed, gpus, run_limited, timed_run  # noqa: E402
 
 CONFIGS = {"124m": "experiments/train_speed/configs/124m.toml", "1b": "experiments/train_speed/configs/1b.toml",
            "8b": "experiments/train_speed/configs/8b_full.toml"}
@@ -242,14 +242,6 @@ class Run:
         return rows
 
 
-def gpus() -> list[str]:
-    try:
-        done = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"], capture_output=True, text=True)
-    except FileNotFoundError:  # no driver
-        return []
-    return done.stdout.strip().splitlines() if done.returncode == 0 else []
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("gpus", type=int)
@@ -265,7 +257,7 @@ def main() -> int:
     parser.add_argument("--out", default="outputs/multi_gpu")
     parser.add_argument("--set", action="append", default=[], help="key=value for every training")
     args = parser.parse_args()
-    found = gpus()
+    found = gpus("memory.total")
     if not 1 <= args.gpus <= len(found):
         print(f"{args.gpus} GPUs were asked for; nvidia-smi names {len(found)}", file=sys.stderr)
         return 2

@@ -42,6 +42,16 @@ def run_limited(command, seconds, output, env=None):
     raise Failed(f"{what}: {' / '.join(last)[-300:]} (see {output})")
 
 
+def gpus(*fields):
+    """A line for each GPU that nvidia-smi names: its name, its driver's version, then `fields`."""
+    query = "--query-gpu=" + ",".join(("name", "driver_version", *fields))
+    try:
+        done = subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True)
+    except FileNotFoundError:  # no driver
+        return []
+    return done.stdout.strip().splitlines() if done.returncode == 0 else []
+
+
 def mpirun(ranks):
     return ["mpirun", "-np", ranks, "--oversubscribe"] + (["--allow-run-as-root"] if os.getuid() == 0 else [])
 

@@ -24,48 +24,50 @@ class NcclSettingsTest : public testing::Test {
   void TearDown() override { clear(); }
   static void clear() {
     for (const char* name :
-         {"NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "NCCL_NVLS_ENABLE", "NCCL_HOSTID", "NCCL_SOCKET_IFNAME",
-          "NCCL_NET", "NCCL_IB_DISABLE", "NCCL_MNNVL_ENABLE", "NCCL_RAS_ENABLE"}) {
+         {"NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "NCCL_MAX_CTAS", "NCCL_NVLS_ENABLE", "NCCL_HOSTID",
+          "NCCL_SOCKET_IFNAME", "NCCL_NET", "NCCL_IB_DISABLE", "NCCL_MNNVL_ENABLE", "NCCL_RAS_ENABLE"}) {
       ::unsetenv(name);
     }
+  }
+  static void say(const char* algorithm, const char* protocol, const char* buffsize, const char* max_ctas) {
+    ::setenv("NCCL_ALGO", algorithm, 1);
+    ::setenv("NCCL_PROTO", protocol, 1);
+    ::setenv("NCCL_BUFFSIZE", buffsize, 1);
+    ::setenv("NCCL_MAX_CTAS", max_ctas, 1);
+  }
+  static void expect(const char* algorithm, const char* protocol, const char* buffsize, const char* max_ctas) {
+    EXPECT_EQ(environment("NCCL_ALGO"), algorithm);
+    EXPECT_EQ(environment("NCCL_PROTO"), protocol);
+    EXPECT_EQ(environment("NCCL_BUFFSIZE"), buffsize);
+    EXPECT_EQ(environment("NCCL_MAX_CTAS"), max_ctas);
+  }
+  static comm::CommConfig asking(const char* algorithm, const char* protocol, int64_t buffsize, int64_t max_ctas) {
+    comm::CommConfig config;
+    config.algorithm = algorithm;
+    config.protocol = protocol;
+    config.nccl_buffsize = buffsize;
+    config.max_ctas = max_ctas;
+    return config;
   }
 };
 
 TEST_F(NcclSettingsTest, EachSettingReachesTheVariableThatNcclReads) {
-  comm::CommConfig config;
-  config.algorithm = "ring";
-  config.protocol = "ll128";
-  config.nccl_buffsize = 2 << 20;
-  set_nccl_environment(config, {});
-  EXPECT_EQ(environment("NCCL_ALGO"), "allreduce:ring");
-  EXPECT_EQ(environment("NCCL_PROTO"), "ll128");
-  EXPECT_EQ(environment("NCCL_BUFFSIZE"), "2097152");
+  set_nccl_environment(asking("ring", "ll128", 2 << 20, 8), {});
+  expect("allreduce:ring", "ll128", "2097152", "8");
 }
 
 TEST_F(NcclSettingsTest, WhatTheConfigurationSaysReplacesWhatTheEnvironmentSays) {
-  ::setenv("NCCL_ALGO", "ring", 1);
-  ::setenv("NCCL_PROTO", "LL", 1);
-  ::setenv("NCCL_BUFFSIZE", "65536", 1);
-  comm::CommConfig config;
-  config.algorithm = "tree";
-  config.protocol = "simple";
-  config.nccl_buffsize = 1 << 20;
-  set_nccl_environment(config, {});
-  EXPECT_EQ(environment("NCCL_ALGO"), "allreduce:tree");
-  EXPECT_EQ(environment("NCCL_PROTO"), "simple");
-  EXPECT_EQ(environment("NCCL_BUFFSIZE"), "1048576");
+  say("ring", "LL", "65536", "3");
+  set_nccl_environment(asking("tree", "simple", 1 << 20, 4), {});
+  expect("allreduce:tree", "simple", "1048576", "4");
 }
 
 TEST_F(NcclSettingsTest, WhatItLeavesToNcclIsTheEnvironmentsToSay) {
   set_nccl_environment({}, {});
-  for (const char* name : {"NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE"}) EXPECT_EQ(environment(name), "(none)") << name;
-  ::setenv("NCCL_ALGO", "ring", 1);
-  ::setenv("NCCL_PROTO", "LL", 1);
-  ::setenv("NCCL_BUFFSIZE", "65536", 1);
+  expect("(none)", "(none)", "(none)", "(none)");
+  say("ring", "LL", "65536", "3");
   set_nccl_environment({}, {});
-  EXPECT_EQ(environment("NCCL_ALGO"), "ring");
-  EXPECT_EQ(environment("NCCL_PROTO"), "LL");
-  EXPECT_EQ(environment("NCCL_BUFFSIZE"), "65536");
+  expect("ring", "LL", "65536", "3");
 }
 
 TEST_F(NcclSettingsTest, WhatTheUserSaysOfThePlaceStands) {
